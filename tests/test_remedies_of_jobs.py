@@ -348,18 +348,31 @@ def test_files_of_changes_in_their_order(tmp_path: Path) -> None:
     assert is_saved(tmp_path / "new", state)
 
 
+class Numbered(nn.Linear):
+    """A module with a number beside its tensors."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(2, 2)
+        self.number = number
+
+    def get_extra_state(self) -> int:
+        return self.number
+
+    def set_extra_state(self, state: int) -> None:
+        self.number = state
+
+
 def test_targets_of_a_transfer() -> None:
     told = "several of its elements share memory; fill a clone() of it"
     refused(told, lambda: tte.reshard(WEIGHTS, {"w": torch.zeros(1, 3).expand(2, 3)}))
     tte.reshard(WEIGHTS, target := {"w": torch.zeros(1, 3).expand(2, 3).clone()})
     assert torch.equal(target["w"], WEIGHTS["w"])
-    model = nn.BatchNorm1d(2)
-    state = {**nn.BatchNorm1d(2).state_dict(), "step": 3}
-    named = {"bn": model, "step": 0}
-    refused("expected a state dict, a module, or None on a rank without", lambda: tte.reshard(state, [model]))
-    tte.reshard(state, model.state_dict())
-    tte.reshard(state, own := {"step": 0})
-    assert own == {"step": 3}
+    source, module = Numbered(3), Numbered(4)
+    refused("expected a state dict, a module, or None on a rank without", lambda: tte.reshard(source, [module]))
+    refused("cannot be put into a module; fill a dict of its own", lambda: tte.reshard(source, module))
+    tte.reshard(source, own := dict(module.state_dict()))
+    assert digest_value(own) == digest_value(dict(source.state_dict()))
+    refused("pass what its state_dict() gives", lambda: tte.reshard({"part": Plain({"a": 1})}, {"part": {"a": 0}}))
 
 
 def test_changes_over_a_plan_of_another_version() -> None:

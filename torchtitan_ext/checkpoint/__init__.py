@@ -20,23 +20,26 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from torchtitan_ext.checkpoint.operation.arguments import (
     OnStorageError,
-    check_branch,
+    WeightsFormat,
     check_can_send_from_cpu,
-    check_fingerprints,
-    check_keep,
     check_load,
     check_save,
     check_seconds,
     check_step,
     check_transform,
-    checked_format,
-    checked_reuse,
 )
 from torchtitan_ext.checkpoint.operation.background import save_in_background
 from torchtitan_ext.checkpoint.operation.choose_step import Step, choose_step
 from torchtitan_ext.checkpoint.operation.load_phases import LoadJob, OtherMetadataError, load_state_dict
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases, call_text, checking_arguments
-from torchtitan_ext.checkpoint.operation.save_phases import SaveJob, SaveResult, ask_for_states, save_values, writer_at
+from torchtitan_ext.checkpoint.operation.save_phases import (
+    SaveJob,
+    SaveResult,
+    ask_for_states,
+    checked_job,
+    save_values,
+    writer_at,
+)
 from torchtitan_ext.checkpoint.operation.sharing.requests import ShareReads
 from torchtitan_ext.checkpoint.operation.soft_failure import save_softly
 from torchtitan_ext.checkpoint.operation.unasked import raise_unasked
@@ -133,23 +136,23 @@ def save(
         ValueError: Neither a path nor storage; or ``keep`` for a directory of another name.
     """
     with checking_arguments("save", process_group, no_dist=no_dist):
-        job_of = _checked_save(
+        check_save("save", state_dict, path, planner, storage_writer, process_group)
+        check_seconds("save", timeout_seconds)
+        job = checked_job(
             "save",
-            state_dict,
-            path,
-            planner,
-            storage_writer,
-            process_group,
-            timeout_seconds,
-            keep,
-            step_pattern,
-            branch,
-            OnStorageError(on_error, fallback, retries, max_failures),
-            fingerprints,
-            reuse,
+            SaveJob(
+                path,
+                storage_writer,
+                SavePlanner() if planner is None else planner,
+                keep,
+                step_pattern,
+                OnStorageError(on_error, fallback, retries, max_failures),
+                fingerprints,
+                reuse,
+                branch=branch,
+            ),
             format,
-            max_file_bytes,
-            transform,
+            WeightsFormat(max_file_bytes, transform),
         )
     with Phases(
         "save",
@@ -160,65 +163,9 @@ def save(
         trace=begin_trace("save", trace),
         call=_call_of("save", format),
     ) as phases:
-        job = job_of(phases)
         raise_unasked(phases)
-        values, job = ask_for_states(state_dict, job)
-        return save_softly(lambda attempt: save_values(values, writer_at(attempt), attempt), job)
-
-
-def _checked_save(
-    operation: str,
-    state_dict: dict[str, Any],
-    path: str | os.PathLike[str] | None,
-    planner: StockSavePlanner | None,
-    storage_writer: StorageWriter | None,
-    process_group: dist.ProcessGroup | None,
-    timeout_seconds: float,
-    keep: int | None,
-    step_pattern: str | None,
-    branch: Branch,
-    on_storage_error: OnStorageError,
-    fingerprints: bool,
-    reuse: str | os.PathLike[str] | None,
-    format: str,
-    max_file_bytes: int,
-    transform: Transform | None,
-) -> Callable[[Phases], SaveJob]:
-    """The arguments of a save as its job, which wants its phases. Raises what is wrong with them."""
-    check_save(operation, state_dict, path, planner, storage_writer, process_group)
-    check_seconds(operation, timeout_seconds)
-    on_storage_error.check(operation, path)
-    check_branch(operation, branch, path, storage_writer)
-    check_fingerprints(operation, fingerprints, path, storage_writer)
-    earlier = checked_reuse(operation, reuse, path, storage_writer)
-    weights = checked_format(
-        operation,
-        format,
-        max_file_bytes,
-        transform,
-        path,
-        on_storage_error.fallback,
-        storage_writer=storage_writer,
-        keep=keep,
-        step_pattern=step_pattern,
-        fingerprints=fingerprints,
-        reuse=reuse,
-    )
-    check_keep(keep, getattr(storage_writer, "path", None) if path is None else path, step_pattern, reuse)
-    return lambda phases: SaveJob(
-        path,
-        storage_writer,
-        SavePlanner() if planner is None else planner,
-        phases,
-        keep,
-        step_pattern,
-        on_storage_error,
-        fingerprints,
-        earlier,
-        weights,
-        branch,
-        on_storage_error.runs_of(path),
-    )
+        values, job = ask_for_states(state_dict, job, phases)
+        return save_softly(lambda attempt: save_values(values, writer_at(attempt), attempt, phases), job, phases)
 
 
 def _call_of(name: str, format: str) -> str:
@@ -436,31 +383,31 @@ def async_save(
             raise WrongValueError(
                 "async_save: got process=True and a stager, expected one of them: CpuStager(process=True)"
             )
-        job_of = _checked_save(
+        check_save("async_save", state_dict, path, planner, storage_writer, process_group)
+        check_seconds("async_save", timeout_seconds)
+        job = checked_job(
             "async_save",
-            state_dict,
-            path,
-            planner,
-            storage_writer,
-            process_group,
-            timeout_seconds,
-            keep,
-            step_pattern,
-            branch,
-            OnStorageError(on_error, fallback, retries, max_failures),
-            fingerprints,
-            reuse,
+            SaveJob(
+                path,
+                storage_writer,
+                SavePlanner() if planner is None else planner,
+                keep,
+                step_pattern,
+                OnStorageError(on_error, fallback, retries, max_failures),
+                fingerprints,
+                reuse,
+                branch=branch,
+            ),
             format,
-            max_file_bytes,
-            transform,
+            WeightsFormat(max_file_bytes, transform),
         )
     spans, call = begin_trace("async_save", trace), _call_of("async_save", format)
-    job = job_of(Phases("save", process_group, path=path, timeout_seconds=timeout_seconds, trace=spans, call=call))
+    phases = Phases("save", process_group, path=path, timeout_seconds=timeout_seconds, trace=spans, call=call)
     if stager is not None:
-        return save_in_background(state_dict, job, stager)
+        return save_in_background(state_dict, job, phases, stager)
     made = CpuStager(process=process)
     try:
-        saved = save_in_background(state_dict, job, made)
+        saved = save_in_background(state_dict, job, phases, made)
     except BaseException:
         made.close()
         raise

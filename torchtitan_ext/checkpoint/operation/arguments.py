@@ -109,13 +109,15 @@ class WeightsFormat:
 
 
 def checked_format(
-    operation: str, format: Any, max_file_bytes: Any, transform: Any, path: Any, fallback: Any, **others: Any
+    operation: str, format: Any, weights: WeightsFormat, path: Any, fallback: Any, others: Mapping[str, Any]
 ) -> WeightsFormat | None:
     """How safetensors are written; ``None`` for a checkpoint of DCP. Raises TypeError or ValueError of all else.
 
     Args:
+        weights: As the caller gave it.
         others: Arguments that such a save has no use for; each must be empty then.
     """
+    max_file_bytes, transform = weights.max_file_bytes, weights.transform
     if format not in ("dcp", "safetensors"):
         raise WrongValueError(f'{operation}: got format={format!r}, expected "dcp" or "safetensors"')
     if isinstance(max_file_bytes, bool) or not isinstance(max_file_bytes, int):
@@ -150,7 +152,7 @@ def checked_format(
             f'{operation}: got format="safetensors" and the path {str(path)!r}, expected a directory, in which the '
             "files are made; leave .safetensors out"
         )
-    return WeightsFormat(max_file_bytes, transform)
+    return weights
 
 
 def check_branch(operation: str, branch: Any, path: Any, storage_writer: Any) -> None:

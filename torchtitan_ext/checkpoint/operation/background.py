@@ -39,8 +39,8 @@ class _SaveHere:
         self.portions = portions
         self._values = values
 
-    def run(self, writer: StorageWriter, job: SaveJob, offers: Sequence[GroupOffer]) -> SaveResult:
-        return save_values(self._values, writer, job, self.portions)
+    def run(self, writer: StorageWriter, job: SaveJob, phases: Phases, offers: Sequence[GroupOffer]) -> SaveResult:
+        return save_values(self._values, writer, job, phases, self.portions)
 
     @property
     def is_complete(self) -> bool:
@@ -51,14 +51,15 @@ class _SaveHere:
         self._values = {}
 
 
-def save_in_background(state_dict: dict[str, Any], job: SaveJob, stager: AsyncStager) -> Future[SaveResult]:
+def save_in_background(
+    state_dict: dict[str, Any], job: SaveJob, phases: Phases, stager: AsyncStager
+) -> Future[SaveResult]:
     """Copies the state dict, then saves the copy in a thread, which may leave the work to a child. Collective.
 
     Returns when the caller may change the state dict: at once, or where a ``CpuStager`` may not copy all of it, when
     the rest is written. When the save has ended nothing holds the copies, for which the next save may wait: neither the
     planner, which may be used again, nor an exception, which may be kept.
     """
-    phases = job.phases
     saved = SaveFuture(warns=job.on_storage_error.action == "warn", prints=phases.is_coordinator)
     staged: _SaveHere | SaveInChild = _SaveHere({})
 
@@ -71,7 +72,7 @@ def save_in_background(state_dict: dict[str, Any], job: SaveJob, stager: AsyncSt
         try:
             with phases:
                 try:
-                    return save_softly(run, job, can_go_on=lambda: staged.is_complete)
+                    return save_softly(run, job, phases, can_go_on=lambda: staged.is_complete)
                 except BaseException as error:
                     note_failure(phases, saved, error)
                     raise
@@ -84,11 +85,11 @@ def save_in_background(state_dict: dict[str, Any], job: SaveJob, stager: AsyncSt
                 job.planner.state_dict = {}  # type: ignore[attr-defined]
 
     def run(attempt: SaveJob) -> SaveResult:
-        return staged.run(writer if attempt is job else writer_at(attempt), attempt, offers_of_children)
+        return staged.run(writer if attempt is job else writer_at(attempt), attempt, phases, offers_of_children)
 
     try:
         raise_unasked(phases)
-        values, job = ask_for_states(state_dict, job)
+        values, job = ask_for_states(state_dict, job, phases)
         writer = writer_at(job)
         offers, offers_of_children = zip(*phases.on_all("stage", stage, doing=_COPYING), strict=True)
         phases.go_beside(offers)

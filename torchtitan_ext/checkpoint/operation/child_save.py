@@ -94,13 +94,12 @@ class SaveInChild:
         self.group_name = self._child.group_name if dist.is_initialized() else None
         self._state = _share_state(values, stager)
 
-    def run(self, writer: StorageWriter, job: SaveJob, offers: Sequence[GroupOffer]) -> SaveResult:
+    def run(self, writer: StorageWriter, job: SaveJob, phases: Phases, offers: Sequence[GroupOffer]) -> SaveResult:
         """Has the children plan and write. Collective; all ranks raise the same error.
 
         Args:
             offers: Of all ranks: the group that the child is in, and a name for a new one.
         """
-        phases = job.phases
 
         def save() -> SaveResult:
             child = self._child_in_group(phases, offers)
@@ -198,8 +197,8 @@ def save_shared(request: SaveRequest, file: int | None = None) -> SaveResult:
     os.chdir(request.directory)
     values = _read_state(request.state, file)
     with Phases("save", path=request.path, timeout_seconds=request.timeout_seconds) as phases:
-        job = SaveJob(request.path, request.writer, request.planner, phases, request.keep, request.step_pattern)
-        return save_values(values, request.writer, job)
+        job = SaveJob(request.path, request.writer, request.planner, request.keep, request.step_pattern)
+        return save_values(values, request.writer, job, phases)
 
 
 def _read_state(state: SharedState, file: int | None) -> dict[str, Any]:

@@ -20,6 +20,11 @@ from torchtitan_ext.checkpoint.operation.arguments import (
     OnStorageError,
     Place,
     WeightsFormat,
+    check_branch,
+    check_fingerprints,
+    check_keep,
+    checked_format,
+    checked_reuse,
     place_of,
     sends_from_cpu,
 )
@@ -82,7 +87,7 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class SaveJob:
-    """Where and how one save writes, on which ranks: the arguments that travel together. See ``checkpoint.save``.
+    """Where and how one save writes: the arguments that travel together. See ``checkpoint.save``.
 
     Attributes:
         fallback_place: Where the coordinator writes what storage refuses at ``path``: ranks may know the run by
@@ -93,7 +98,6 @@ class SaveJob:
     path: str | os.PathLike[str] | None
     storage_writer: StorageWriter | None
     planner: StockSavePlanner
-    phases: Phases
     keep: int | None = None
     step_pattern: str | None = None
     on_storage_error: OnStorageError = OnStorageError()
@@ -103,6 +107,29 @@ class SaveJob:
     branch: Branch = "set_aside"
     runs: tuple[Path, ...] = ()
     fallback_place: str | None = None
+
+
+def checked_job(operation: str, job: SaveJob, format: str, weights: WeightsFormat) -> SaveJob:
+    """The job that a caller asks for, as a save needs it. Raises TypeError or ValueError of what is wrong with it.
+
+    ``check_save`` comes before: it knows what is saved, by which planner and storage.
+    """
+    path, writer = job.path, job.storage_writer
+    job.on_storage_error.check(operation, path)
+    check_branch(operation, job.branch, path, writer)
+    check_fingerprints(operation, job.fingerprints, path, writer)
+    reuse = checked_reuse(operation, job.reuse, path, writer)
+    not_of_weights = {
+        "storage_writer": writer,
+        "keep": job.keep,
+        "step_pattern": job.step_pattern,
+        "fingerprints": job.fingerprints,
+        "reuse": job.reuse,
+    }
+    form = checked_format(operation, format, weights, path, job.on_storage_error.fallback, not_of_weights)
+    check_keep(job.keep, getattr(writer, "path", None) if path is None else path, job.step_pattern, job.reuse)
+    runs = job.on_storage_error.runs_of(path)
+    return dataclasses.replace(job, reuse=reuse, weights=form, runs=runs)
 
 
 def writer_at(job: SaveJob) -> StorageWriter:
@@ -126,7 +153,7 @@ def writer_at(job: SaveJob) -> StorageWriter:
     return cast(StorageWriter, storage_setup(writer, path, reader=False))
 
 
-def ask_for_states(state_dict: Mapping[Any, Any], job: SaveJob) -> tuple[dict[Any, Any], SaveJob]:
+def ask_for_states(state_dict: Mapping[Any, Any], job: SaveJob, phases: Phases) -> tuple[dict[Any, Any], SaveJob]:
     """The values of a state dict, and the job with what the ranks have agreed on. Collective.
 
     Asks ``Stateful`` objects for their values, and compares their sample counts.
@@ -135,7 +162,6 @@ def ask_for_states(state_dict: Mapping[Any, Any], job: SaveJob) -> tuple[dict[An
     Raises:
         ReplicaMismatchError: Ranks name different places, or write different formats.
     """
-    phases = job.phases
     values: dict[Any, Any] = {}
     accounts: dict[str, SampleAccount] = {}
 
@@ -212,13 +238,13 @@ def _place_of(job: SaveJob) -> Place:
 
 
 def save_values(
-    values: dict[Any, Any], writer: StorageWriter, job: SaveJob, portions: Portions | None = None
+    values: dict[Any, Any], writer: StorageWriter, job: SaveJob, phases: Phases, portions: Portions | None = None
 ) -> SaveResult:
     """Plans, writes and commits; then removes old steps of the run, where ``keep`` says so. Collective.
 
     With portions the values are the caller's, who waits until the rest of them is written.
     """
-    planner, phases = job.planner, job.phases
+    planner = job.planner
     metadata: Metadata | None = None
 
     def plan_own_part() -> SavePlan:

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from torchtitan_ext.checkpoint.operation.arguments import OnStorageError
+from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.checkpoint.operation.save_phases import SaveJob, SaveResult
 from torchtitan_ext.errors import CheckpointFailedError, clear_frames, warn
 
@@ -28,7 +29,7 @@ _TRYING = "storage had refused a save, and it was tried again"
 
 
 def save_softly(
-    save: Callable[[SaveJob], SaveResult], job: SaveJob, *, can_go_on: Callable[[], bool] = lambda: True
+    save: Callable[[SaveJob], SaveResult], job: SaveJob, phases: Phases, *, can_go_on: Callable[[], bool] = lambda: True
 ) -> SaveResult:
     """Calls ``save`` until it succeeds, with the job of each attempt. Collective.
 
@@ -38,7 +39,7 @@ def save_softly(
     Raises:
         CheckpointFailedError: What the last attempt raised, unless it is only warned of.
     """
-    handling, phases = job.on_storage_error, job.phases
+    handling = job.on_storage_error
 
     def attempts() -> Iterator[Callable[[], SaveResult]]:
         yield partial(save, job)
