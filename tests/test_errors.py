@@ -219,6 +219,11 @@ def test_warnings_point_at_the_line_that_called(tmp_path: Path) -> None:
         assert found.filename == __file__
 
 
+def test_every_warning_goes_through_one_function() -> None:
+    sources = Path(tte.__file__).parent.rglob("*.py")
+    assert [path.name for path in sources if "warnings.warn(" in path.read_text()] == ["checks.py"]
+
+
 def test_warnings_of_threads_point_at_themselves() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -5,6 +5,7 @@ import io
 import pickle
 import shutil
 import socket
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, sta
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from wrapped_tensors import ALLOWED, CastOnGather, CopiedSlices
 
 import torchtitan_ext as tte
 from torchtitan_ext import delta, transfer
@@ -477,6 +479,10 @@ def test_tensors_that_describe_their_boxes(tmp_path: Path) -> None:
 STATE = {"w": torch.zeros(8, 2), "layers.0.w": torch.zeros(4, 2)}
 
 DRY_RUNS: dict[str, tuple[Callable[[Path], Any], list[Callable[[Path], Any]]]] = {
+    "Entries of placements= that fit no key (1):\n  v: matches no key on any rank; keys are such as w": (
+        lambda path: tte.dry_run(STATE, mesh={"dp": 2}, placements={"v": {"dp": 1}}),
+        [lambda path: tte.dry_run(STATE, mesh={"dp": 2}, placements={"w": {"dp": 1}})],
+    ),
     "give one of them, or a state dict": (
         lambda path: tte.dry_run(path, checkpoint=path),
         [lambda path: tte.dry_run(path, mesh={"dp": 2}), lambda path: tte.dry_run(STATE, checkpoint=path)],
@@ -555,6 +561,10 @@ def test_processes_beside_a_process_group(tmp_path: Path) -> None:
     assert is_saved(tmp_path / "b", WEIGHTS)
     assert call("reshard", tmp_path / "a", tmp_path / "c", "--mesh", "dp_shard=2", "--processes", 2).code == 0
     assert is_saved(tmp_path / "c", WEIGHTS)
+
+
+def wrapped(kind: type[CastOnGather], local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(kind(local.clone(), torch.float8_e4m3fn), mesh, [Shard(0)], run_check=False)
 
 
 def in_a_world(rank: int, world_size: int, path: Path) -> list[str]:
@@ -656,6 +666,51 @@ def in_a_world(rank: int, world_size: int, path: Path) -> list[str]:
 class Resetting(Counted):
     def reset(self) -> None:
         self.counts = {}
+
+
+def on_meshes_of_their_own(rank: int, world_size: int, path: Path) -> list[Any]:
+    """What remedies lost of replicas and wrapper subclasses."""
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    meshes = [DeviceMesh("cpu", [one], mesh_dim_names=("dp",)) for one in range(world_size)]
+    truth, lost = torch.arange(24.0).view(8, 3), []
+
+    def check(name: str, is_right: bool) -> None:
+        if not is_right:
+            lost.append(name)
+
+    # Replicas.
+    own = meshes[rank]
+    told = "pass one that holds all ranks of the module"
+    refused(told, lambda: tte.sync_module_states({"w": tte.distribute_tensor(truth, mesh, [Replicate()])}, own))
+    different = DTensor.from_local(truth + rank, mesh, [Replicate()], run_check=False)
+    tte.sync_module_states({"w": different}, mesh)
+    check("mesh of all ranks", torch.equal(different.to_local(), truth))
+    apart = {"v": DTensor.from_local(truth, own, [Shard(0) if rank else Replicate()], run_check=False)}
+    alike = {"v": DTensor.from_local(truth + rank, own, [Replicate()], run_check=False)}
+    with pytest.warns(UserWarning, match="; shard replicas alike, or pass mesh= of the ranks that share them"):
+        tte.check_replicas(apart)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check("mesh of the ranks that share", tte.check_replicas(apart, own) == ())
+        check("alike", [one.fqn for one in tte.check_replicas(alike)] == ["v"])
+
+    # Wrapper subclasses.
+    with torch.serialization.safe_globals(ALLOWED):
+        tte.save({"w": tte.distribute_tensor(truth, mesh, [Shard(1)])}, path / "columns")
+        tte.save({"w": wrapped(CastOnGather, truth[4 * rank : 4 * rank + 4], mesh)}, path / "rows")
+        target = {"w": wrapped(CopiedSlices, torch.zeros(4, 3), mesh)}
+        told = "load into a tensor of the saved layout, or one without the subclass"
+        refused(told, lambda: tte.load(target, path / "columns"))
+        tte.load(target, path / "rows")
+        check("of the saved layout", torch.equal(target["w"].to_local().weight, truth[4 * rank : 4 * rank + 4]))
+        target = {"w": tte.distribute_tensor(torch.zeros(8, 3), mesh, [Shard(0)])}
+        tte.load(target, path / "columns")
+        check("without the subclass", torch.equal(tte.full_tensor(target["w"]), truth))
+    return lost
+
+
+def test_on_meshes_of_their_own(run_world, tmp_path: Path) -> None:
+    assert run_world(2, on_meshes_of_their_own, tmp_path) == [[], []]
 
 
 def test_in_a_world(run_world, tmp_path: Path) -> None:

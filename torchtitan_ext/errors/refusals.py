@@ -119,6 +119,7 @@ REFUSALS: dict[ProblemKind, tuple[type[StateRefusedError], str]] = {
 """For each kind of problem the error and the heading of its problems in reports."""
 
 HEADINGS_OF_OPERATIONS: dict[str, dict[ProblemKind, str]] = {
+    "dry_run": {"unused_layout": "Entries of placements= that fit no key"},
     "load": {
         "partial_placement": "Partial tensors cannot be filled",
         "unsupported_tensor": "Tensors that cannot be filled",
