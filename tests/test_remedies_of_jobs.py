@@ -3,6 +3,7 @@
 import contextlib
 import io
 import pickle
+import re
 import shutil
 import socket
 import warnings
@@ -21,8 +22,12 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, state_dict_loader
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.two_tensor import TwoTensor
 from wrapped_tensors import ALLOWED, CastOnGather, CopiedSlices
 
 import torchtitan_ext as tte
@@ -37,6 +42,7 @@ from torchtitan_ext.elastic import (
     TrainState,
     reshard_state,
 )
+from torchtitan_ext.integrations.torchtitan_train_state import RunTrainState
 from torchtitan_ext.offline.rewrite.reshard import reshard
 from torchtitan_ext.offline.sources import open_source
 from torchtitan_ext.state.value_digest import digest_value
@@ -209,6 +215,24 @@ def test_the_metadata_of_a_save_that_was_saved_over(tmp_path: Path) -> None:
     assert list(tte.FileReader(tmp_path).read_metadata().state_dict_metadata) == ["w"]
 
 
+def test_steps_that_gc_removes(tmp_path: Path) -> None:
+    for step in (2, 3, 4):
+        tte.save({"step": step}, tmp_path / f"step-{step}")
+    with pytest.warns(UserWarning, match="the run goes on with step 1") as caught:
+        tte.save({"step": 1}, tmp_path / "step-1", branch="set_aside")
+    assert (tmp_path / "abandoned").exists()
+    assert "expected --keep with the number of steps that stay, or --abandoned" in plain(call("gc", tmp_path).err)
+    assert "gc --abandoned --yes removes" in plain(call("ls", tmp_path).out)
+    (command,) = re.findall(r"torchtitan-ext (gc RUN .*) removes them", str(caught[0].message))
+    assert call(*command.replace("RUN", str(tmp_path)).split()).code == 0
+    assert not (tmp_path / "abandoned").exists()
+    tte.save({"step": 2}, tmp_path / "step-2")
+    assert call("gc", tmp_path, "--keep", 1, "--yes").code == 0
+    assert sorted(tmp_path.glob("*")) == [tmp_path / "step-2"]
+    tte.load(state := {"step": 0}, tmp_path, step="latest")
+    assert state == {"step": 2}
+
+
 def test_metadata_of_each_rank(tmp_path: Path) -> None:
     dcp.save(dict(WEIGHTS), checkpoint_id=tmp_path, use_collectives=False, no_dist=True)
     done = call("inspect", tmp_path, "--rank", 5)
@@ -293,6 +317,27 @@ def test_a_component_that_does_not_say_how_it_reshards(tmp_path: Path) -> None:
         for policy in (None, ElasticPolicy()):
             tte.load(target := {"part": kind({"rank_0": 0}), "step": 0}, tmp_path, policy=policy)
             assert (target["part"].counts, target["step"]) == ({"rank_0": 7}, 2)  # type: ignore[attr-defined]
+
+
+class Trainer(Plain):
+    """The counters of torchtitan's trainer."""
+
+
+def test_counters_of_a_trainer(tmp_path: Path) -> None:
+    saved = {"step": 3, "ntokens_seen": 96}
+    tte.save({"train_state": Plain({"step": 2})}, tmp_path / "step-2")
+    tte.save({"train_state": Plain(saved)}, tmp_path / "step-3")
+    run = RunTrainState(Trainer({"step": 0, "ntokens_seen": 0}), 1)
+    policy = ElasticPolicy()
+    told = "the checkpoint has no ntokens_seen; load a step that has all of it"
+    refused(told, lambda: tte.load({"train_state": run}, tmp_path, step=2, policy=policy))
+    tte.load({"train_state": run}, tmp_path, step=3, policy=policy)
+    assert run.state_dict().items() >= saved.items()
+    counts = TrainState()
+    told = "read it with tte.elastic.read_torchtitan_train_state(saved, num_token_ranks=..., seq_len=...)"
+    refused(told, lambda: tte.load({"train_state": counts}, tmp_path, step=3, policy=policy))
+    counts.load_state_dict(tte.elastic.read_torchtitan_train_state(saved, num_token_ranks=2, seq_len=8))
+    assert (counts.step, counts.samples_seen, counts.tokens_seen) == (3, 24, 192)
 
 
 def test_states_of_different_moments(tmp_path: Path) -> None:
@@ -474,6 +519,27 @@ def test_tensors_that_describe_their_boxes(tmp_path: Path) -> None:
     state = {"w": boxed(torch.zeros(4), (8,), [((0,), (0,), (4,))]), "b": torch.zeros(2)}
     assert "leave it out of the dry run" in str(tte.dry_run(state, mesh={"dp": 2}).problems)
     assert not tte.dry_run({"b": state["b"]}, mesh={"dp": 2}).problems
+
+
+class Hooked(TwoTensor):
+    def __create_write_items__(self, fqn: str, value: Any) -> list[WriteItem]:
+        return _create_write_items(fqn, self.a)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size([0]), self.a.shape)]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self.a
+
+
+def test_boxes_of_a_wrapper(tmp_path: Path) -> None:
+    boxes = (4,), [((0,), (0,), (4,))]
+    truth = torch.arange(4.0)
+    told = "which is not one block of memory; dequantise it or give it __create_write_items__"
+    refused(told, lambda: tte.save({"w": boxed(TwoTensor(truth.clone(), truth.clone()), *boxes)}, tmp_path / "no"))
+    for name, tensor in ("dense", truth.clone()), ("hooked", Hooked(truth.clone(), truth.clone())):
+        tte.save({"w": boxed(tensor, *boxes)}, tmp_path / name)
+        assert is_saved(tmp_path / name, {"w": truth})
 
 
 STATE = {"w": torch.zeros(8, 2), "layers.0.w": torch.zeros(4, 2)}

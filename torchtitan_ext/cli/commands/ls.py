@@ -76,7 +76,7 @@ def lines_aside(steps: Sequence[Leftover]) -> Iterator[str]:
     """The lines about steps that were set aside."""
     if steps:
         size = text_of_bytes(sum(step.num_bytes for step in steps))
-        yield f"abandoned when the run was set back, {size}, which gc --abandoned removes:"
+        yield f"abandoned when the run was set back, {size}, which gc --abandoned --yes removes:"
     for step in steps:
         yield f"  {step.path}"
 

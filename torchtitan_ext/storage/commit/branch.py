@@ -181,7 +181,7 @@ def set_aside(place: PlaceInRun, save_id: str, *, sync: bool) -> None:
     where = f"set aside in {' and '.join(map(str, moved.values()))}" if moved else "passed over by loads"
     warn(
         f"save: the run goes on with step {place.number}, below its step(s) {numbers}: these are abandoned, and {where}"
-        "; torchtitan-ext gc RUN --abandoned removes them, branch='error' refuses such a save"
+        "; torchtitan-ext gc RUN --abandoned --yes removes them, branch='error' refuses such a save"
     )
 
 
