@@ -34,6 +34,7 @@ import torchtitan_ext as tte
 from torchtitan_ext import delta, transfer
 from torchtitan_ext.elastic import (
     ElasticDataLoader,
+    ElasticLRScheduler,
     ElasticPolicy,
     HuggingFaceStreams,
     Resharded,
@@ -338,6 +339,34 @@ def test_counters_of_a_trainer(tmp_path: Path) -> None:
     refused(told, lambda: tte.load({"train_state": counts}, tmp_path, step=3, policy=policy))
     counts.load_state_dict(tte.elastic.read_torchtitan_train_state(saved, num_token_ranks=2, seq_len=8))
     assert (counts.step, counts.samples_seen, counts.tokens_seen) == (3, 24, 192)
+
+
+@pytest.mark.parametrize(
+    ("told", "make"),
+    [
+        ('load this component with the policy "reset", or exclude it', lambda: scheduler_of(2)),
+        ('load this component with the policy "reset"', TrainState),
+        ('load this component with the policy "reset"', lambda: RngState(0)),
+    ],
+)
+def test_a_component_in_the_place_of_another(tmp_path: Path, told: str, make: Callable[[], Any]) -> None:
+    tte.save({"part": Plain({"epoch": 3}), "step": 2}, tmp_path)
+    before = torch.get_rng_state()
+    target = {"part": make(), "step": 0}
+    refused(told, lambda: tte.load(target, tmp_path, policy=ElasticPolicy()))
+    for options in (
+        {"policy": ElasticPolicy({"part": "reset"})},
+        {"policy": ElasticPolicy(), "planner": tte.LoadPlanner(source=Source(exclude=["part", "part.*"]))},
+    ):
+        tte.load(target, tmp_path, **options)  # type: ignore[arg-type]
+        assert (target["step"], digest_value(target["part"].state_dict())) == (2, digest_value(make().state_dict()))
+        target["step"] = 0
+    torch.set_rng_state(before)
+
+
+def scheduler_of(step_size: int) -> ElasticLRScheduler:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    return ElasticLRScheduler(torch.optim.lr_scheduler.StepLR(optimizer, step_size), global_batch_size=4)
 
 
 def test_states_of_different_moments(tmp_path: Path) -> None:

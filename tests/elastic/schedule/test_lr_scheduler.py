@@ -557,6 +557,69 @@ def test_refusals_say_why_and_change_nothing(name: str) -> None:
     assert frozen(scheduler.state_dict()) == before
 
 
+def state_at(build: Callable[..., LRScheduler], step: int) -> dict[str, Any]:
+    scheduler = wrapped(build, build_optimizer())
+    for _ in range(step):
+        scheduler.step(1.0)
+    return scheduler.state_dict()
+
+
+def spiral(optimizer: Optimizer, scale: float) -> LRScheduler:
+    return Spiral(optimizer)
+
+
+# What the refusals of the same names tell to do.
+FOLLOWED: dict[str, tuple[Callable[[], Any], Any, int]] = {
+    "plateau_by_samples": (
+        lambda: wrapped(PLATEAU["ReduceLROnPlateau"], build_optimizer(), 32, by_samples=False),
+        lambda: state_at(PLATEAU["ReduceLROnPlateau"], 5),
+        5,
+    ),
+    "plateau_from_step": (
+        lambda: wrapped(PLATEAU["ReduceLROnPlateau"], build_optimizer()),
+        lambda: state_at(PLATEAU["ReduceLROnPlateau"], 5)["schedulers"][0]["state"],
+        5,
+    ),
+    "custom_by_samples": (
+        lambda: wrapped(spiral, build_optimizer(), 32, by_samples=False),
+        lambda: state_at(spiral, 3),
+        3,
+    ),
+    "custom_from_step": (
+        lambda: wrapped(spiral, build_optimizer()),
+        lambda: state_at(spiral, 3)["schedulers"][0]["state"],
+        3,
+    ),
+    "beyond_the_schedule": (
+        lambda: wrapped(lambda o, scale: lrs.OneCycleLR(o, 0.1, total_steps=101), build_optimizer()),
+        lambda: {"last_epoch": 100},
+        100,
+    ),
+    "steps_disagree": (
+        lambda: containers_of(2)[0],
+        lambda: [{"last_epoch": 10}, {"last_epoch": 12}],
+        10,
+    ),
+    "another_component": (
+        lambda: wrapped(SCHEDULERS["StepLR"], build_optimizer()),
+        lambda: state_at(SCHEDULERS["StepLR"], 3)["schedulers"][0]["state"],
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_remedies_of_refusals(name: str) -> None:
+    build, saved, step = FOLLOWED[name]
+    scheduler = build()
+    scheduler.load_state_dict(saved())
+    assert scheduler.last_epoch == step
+    if name.startswith(("plateau", "custom")):
+        stepped = saved()
+        truth = stepped["schedulers"][0]["state"] if "schedulers" in stepped else stepped
+        assert frozen(scheduler.state_dict()["schedulers"][0]["state"]) == frozen(truth)
+
+
 def test_saved_batch_size_can_be_given() -> None:
     resumed = wrapped(
         SCHEDULERS["LambdaLR"], build_optimizer(), 32, by_samples=True, scale=2, saved_global_batch_size=64
