@@ -241,6 +241,39 @@ def test_metadata_of_each_rank(tmp_path: Path) -> None:
     assert call("inspect", tmp_path, "--rank", 0).code == 0
 
 
+def test_a_file_that_is_gone(tmp_path: Path) -> None:
+    for step in (1, 2):
+        tte.save(WEIGHTS, tmp_path / f"step-{step}")
+    (file,) = (tmp_path / "step-2").glob("*.distcp")
+    file.rename(tmp_path / "away")
+    told = refused(
+        "load another step (of a run step='last-good' finds one)", lambda: is_saved(tmp_path / "step-2", WEIGHTS)
+    )
+    assert "Part-written, load again or start anew" in told
+    with pytest.warns(UserWarning, match="step 1 is loaded, 1 newer skipped"):
+        assert is_saved(tmp_path, WEIGHTS, step="last-good")
+    (tmp_path / "away").rename(file)
+    assert is_saved(tmp_path / "step-2", WEIGHTS)
+
+
+def test_a_state_that_is_not_transformed_by_a_checkpoint(tmp_path: Path) -> None:
+    rules = Transform([Rule("w", "v"), Rule("b", "b")])
+    truth = {"v": WEIGHTS["w"], "b": WEIGHTS["b"]}
+    told = "save the state as it is, and transform it by a load, or by torchtitan-ext reshard --transform"
+    refused(told, lambda: tte.save(WEIGHTS, tmp_path / "a", transform=rules))
+    tte.save(WEIGHTS, tmp_path / "a")
+    assert is_saved(tmp_path / "a", truth, transform=rules)
+    (tmp_path / "rules.json").write_text(rules.to_json())
+    command = ["reshard", tmp_path / "a", tmp_path / "b", "--mesh", "dp_shard=1"]
+    assert call(*command, "--transform", tmp_path / "rules.json").code == 0 and is_saved(tmp_path / "b", truth)
+    wrapper = {"w": CastOnGather(truth["v"].clone(), torch.float8_e4m3fn)}
+    with torch.serialization.safe_globals(ALLOWED):
+        told = "save what it holds instead"
+        refused(told, lambda: tte.save(wrapper, tmp_path / "c", format="safetensors"))
+    tte.save({"w": wrapper["w"].weight}, tmp_path / "c", format="safetensors")
+    assert is_saved(tmp_path / "c", {"w": WEIGHTS["w"]})
+
+
 def test_numbers_of_files(tmp_path: Path) -> None:
     writer = SafetensorsWriter(tmp_path / "a", file_numbers={"w": 1})
     refused("b: has no number of a file; give it one in file_numbers", lambda: tte.save(WEIGHTS, storage_writer=writer))

@@ -366,6 +366,7 @@ class CheckpointFailedError(TorchtitanExtError, RuntimeError):
             text += f" (in phase {self.step}{f' of {self.path}' if self.path else ''})"
         if self.undefined:
             text += f". Part-written, load again or start anew: {', '.join(self.undefined)}; all else is unchanged"
+            text += _ANOTHER_STEP if self.operation == "load" else ""
         return text
 
 
