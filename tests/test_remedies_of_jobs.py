@@ -31,7 +31,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from wrapped_tensors import ALLOWED, CastOnGather, CopiedSlices
 
 import torchtitan_ext as tte
-from torchtitan_ext import delta, transfer
+from torchtitan_ext import delta, transfer, transforms
 from torchtitan_ext.elastic import (
     ElasticDataLoader,
     ElasticLRScheduler,
@@ -272,6 +272,33 @@ def test_a_state_that_is_not_transformed_by_a_checkpoint(tmp_path: Path) -> None
         refused(told, lambda: tte.save(wrapper, tmp_path / "c", format="safetensors"))
     tte.save({"w": wrapper["w"].weight}, tmp_path / "c", format="safetensors")
     assert is_saved(tmp_path / "c", {"w": WEIGHTS["w"]})
+
+
+def test_scales_that_a_save_does_not_apply(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2, 2), "s": torch.full((1, 1), 3.0)}
+    scaled = Transform([Rule(["w", "s"], "w", [transforms.dequantize([2, 2], dtype="float32")])])
+    told = "leave the values and their scales as they are"
+    refused(told, lambda: tte.save(state, tmp_path, format="safetensors", transform=scaled))
+    tte.save(state, tmp_path, format="safetensors")
+    assert is_saved(tmp_path, state) and is_saved(tmp_path, {"w": state["w"] * 3}, transform=scaled)
+
+
+def test_objects_in_the_place_of_their_states() -> None:
+    model = nn.Linear(2, 2)
+    refused("expected a state dict: what state_dict() of a module or optimizer gives", lambda: tte.fingerprint(model))
+    assert tte.fingerprint(model.state_dict()).values.keys() == {"weight", "bias"}
+    told = "store what it holds (its state_dict()) instead"
+    refused(told, lambda: tte.flatten_state_dict({"part": Plain({"a": 1}), **WEIGHTS}))
+    buffers, manifest = tte.flatten_state_dict({"part": Plain({"a": 1}).state_dict(), **WEIGHTS})
+    assert digest_value(tte.unflatten_state_dict(buffers, manifest)) == digest_value({"part": {"a": 1}, **WEIGHTS})
+
+
+def test_a_dim_that_nothing_says(tmp_path: Path) -> None:
+    tte.save(WEIGHTS, tmp_path / "a")
+    command = ["reshard", tmp_path / "a", tmp_path / "b", "--mesh", "tp=2"]
+    assert "dim 0 was taken; state it with --shard" in plain(call(*command).out)
+    stated = call(*command, "--overwrite", "--shard", "w=tp:1", "--shard", "b=tp:none")
+    assert stated.code == 0 and "state it" not in stated.out and is_saved(tmp_path / "b", WEIGHTS)
 
 
 def test_numbers_of_files(tmp_path: Path) -> None:
@@ -646,19 +673,23 @@ def test_arguments_of_a_dry_run(tmp_path: Path, text: str) -> None:
         assert not right(tmp_path).problems
 
 
-def test_patched_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_patched_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stock = state_dict_loader._load_state_dict
     with monkeypatch.context() as patch:
         patch.setattr(state_dict_loader, "_load_state_dict", lambda *args, **kwargs: stock(*args, **kwargs))
         refused("before; install first, or without it", tte.install)
-    tte.install()
+    refused("expected a local directory", lambda: tte.install(fallback="memory://x"))
+    tte.install(fallback=tmp_path / "fallback")
     try:
+        dcp.save(dict(WEIGHTS), checkpoint_id=tmp_path / "a", no_dist=True)
         ours = state_dict_loader._load_state_dict
         with monkeypatch.context() as patch:
             patch.setattr(state_dict_loader, "_load_state_dict", lambda *args, **kwargs: ours(*args, **kwargs))
+            dcp.load(target := zeros(WEIGHTS), checkpoint_id=tmp_path / "a", no_dist=True)
     finally:
         tte.uninstall()
-    refused("expected a local directory", lambda: tte.install(fallback="memory://x"))
+    assert digest_value(target) == digest_value(WEIGHTS) and (tmp_path / "a" / ".tte_index").exists()
 
 
 # Process groups.
