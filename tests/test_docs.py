@@ -71,8 +71,9 @@ def test_the_programs_of_pages_print_what_they_show(
         pytest.importorskip("transformers")
     script = tmp_path / name[2:]
     script.write_text(code.replace("/tmp/", f"{tmp_path}/"))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=180, check=False)
-    assert (done.returncode, done.stdout) == (0, output), done.stderr[-3000:]
+    for _ in range(2 if name == "# workers.py" else 1):  # its files are there then
+        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=180, check=False)
+        assert (done.returncode, done.stdout) == (0, output), done.stderr[-3000:]
 
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
