@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.two_tensor import TwoTensor
-from wrapped_tensors import ALLOWED, CastOnGather, CopiedSlices
+from wrapped_tensors import ALLOWED, BlockInt8, CastOnGather, CopiedSlices
 
 import torchtitan_ext as tte
-from torchtitan_ext import delta, transfer, transforms
+from torchtitan_ext import delta, ops, transfer, transforms
 from torchtitan_ext.elastic import (
     ElasticDataLoader,
     ElasticLRScheduler,
@@ -874,3 +874,32 @@ def test_on_meshes_of_their_own(run_world, tmp_path: Path) -> None:
 
 def test_in_a_world(run_world, tmp_path: Path) -> None:
     assert run_world(2, in_a_world, tmp_path) == [[], []]
+
+
+# Operators, and wrappers without memory.
+
+
+def exchanged(source: torch.Tensor) -> torch.Tensor:
+    """What this rank sends itself."""
+    target, table = torch.zeros(2, 3), torch.tensor([0, 0, -1, 2, 0, 0, 2, 3])
+    ops.exchange_runs_([source], [target], table, table, group_name="")
+    return target
+
+
+def test_what_an_exchange_takes() -> None:
+    refused("sources[0] is on the meta device; give it memory first", lambda: exchanged(WEIGHTS["w"].to("meta")))
+    memory = torch.empty_like(WEIGHTS["w"].to("meta"), device="cpu").copy_(WEIGHTS["w"])
+    wrapper = TwoTensor(WEIGHTS["w"], WEIGHTS["w"])
+    refused("got a TwoTensor in sources; pass the rank's own plain tensor", lambda: exchanged(wrapper))
+    assert torch.equal(exchanged(memory), WEIGHTS["w"]) and torch.equal(exchanged(wrapper.a), WEIGHTS["w"])
+
+
+def test_wrappers_on_the_meta_device(tmp_path: Path) -> None:
+    weight = BlockInt8.of(WEIGHTS["w"], 2)
+    tte.save({"w": weight.dense()}, tmp_path)
+    target = BlockInt8(weight.codes.to("meta"), weight.scale.to("meta"), 2)
+    with torch.serialization.safe_globals([BlockInt8]):
+        refused("give it memory before the load", lambda: tte.load({"w": target}, tmp_path))
+        target = BlockInt8(torch.zeros_like(weight.codes), torch.ones_like(weight.scale), 2)
+        tte.load({"w": target}, tmp_path)
+    assert torch.equal(target.dense(), weight.dense())
