@@ -104,7 +104,7 @@ def fingerprint_over(
             problems.extend(found)
         return _table_of_sharded(entries, problems)
 
-    agreement = agree(gather(describe), every_rank_reports=True)
+    agreement = agree(gather(describe), needs_all_ranks=True)
     if agreement.problems:
         raise refusal("fingerprint", agreement.problems)
     steps = agreement.world.steps_of(rank)

@@ -210,7 +210,7 @@ def decide_layouts(values: Mapping[str, torch.Tensor], rules: LayoutRules) -> tu
         entries = {fqn: TensorEntry(report, values[fqn].dtype, requires_grad=False) for fqn, report in reports.items()}
         refused = [report for report in described.values() if isinstance(report, Problem)]
         table = KeyTable(entries, problems=(*of_this_rank, *refused))
-        agreement = agree(gather_values(encode_table(table).message, mesh, opening=_OPENING), every_rank_reports=False)
+        agreement = agree(gather_values(encode_table(table).message, mesh, opening=_OPENING), needs_all_ranks=False)
         problems += agreement.problems
         rank = row_major_position(mesh.get_coordinate() or (), mesh.shape)
         decided.update({fqn: (reports[fqn], steps) for fqn, steps in agreement.world.steps_of(rank).items()})
@@ -273,7 +273,7 @@ def _gather_boxes(value: torch.Tensor) -> torch.Tensor:
     scope = value.device_mesh if isinstance(value, DTensor) else None
     table = describe_state({_ANY: value}, {}, LayoutRules({}))
     tables = gather_values(encode_table(table).message, scope, opening=_OPENING)
-    agreement = agree(tables, every_rank_reports=True)
+    agreement = agree(tables, needs_all_ranks=True)
     if agreement.problems:
         raise refusal("full_tensor", agreement.problems)
     entry = table.entries[_ANY]

@@ -203,7 +203,7 @@ void define_world(py::module_& module) {
       .def("add_section", [](World& world, const py::bytes& bytes) { return world.add_section(to_view(bytes)); })
       .def("add_rank", [](World& world, std::vector<size_t> sections,
                           const py::bytes& part) { world.add_rank(std::move(sections), to_view(part)); })
-      .def("agree", &World::agree, py::call_guard<py::gil_scoped_release>(), py::arg("every_rank_reports"))
+      .def("agree", &World::agree, py::call_guard<py::gil_scoped_release>(), py::arg("needs_all_ranks"))
       .def_property_readonly("num_ranks", &World::num_ranks)
       .def("names", &names_py)
       .def("paths", &paths_py)

@@ -317,9 +317,9 @@ const Sizes& World::local_sizes(const KeyClass& of_keys, const Member& member) c
   return parts_[static_cast<size_t>(member.rank)].local_sizes[member.kind];
 }
 
-void World::agree(bool every_rank_reports) {
+void World::agree(bool needs_all_ranks) {
   divide_into_classes();
-  for (KeyClass& of_keys : classes_) agree_on(of_keys, every_rank_reports);
+  for (KeyClass& of_keys : classes_) agree_on(of_keys, needs_all_ranks);
 }
 
 void World::divide_into_classes() {
@@ -384,13 +384,13 @@ void World::divide_into_classes() {
   }
 }
 
-void World::agree_on(KeyClass& of_keys, bool every_rank_reports) const {
+void World::agree_on(KeyClass& of_keys, bool needs_all_ranks) const {
   try {
     of_keys.trouble = find_disagreement(*this, of_keys.members);
     if (of_keys.trouble) return;
     const EntryType type = kind_of(of_keys).type;
-    if (type == EntryType::kBoxes) of_keys.trouble = agree_on_boxes(of_keys, every_rank_reports);
-    if (type == EntryType::kTensor) of_keys.trouble = agree_on_layouts(of_keys, every_rank_reports);
+    if (type == EntryType::kBoxes) of_keys.trouble = agree_on_boxes(of_keys, needs_all_ranks);
+    if (type == EntryType::kTensor) of_keys.trouble = agree_on_layouts(of_keys, needs_all_ranks);
   } catch (const std::logic_error& error) {  // a layout or boxes that make no sense
     of_keys.trouble = Trouble();
     of_keys.trouble->message = error.what();
@@ -404,7 +404,7 @@ void World::agree_on(KeyClass& of_keys, bool every_rank_reports) const {
   if (of_keys.trouble && names_no_rank(of_keys.trouble->code)) of_keys.trouble->first = of_keys.members.front().rank;
 }
 
-std::optional<Trouble> World::agree_on_boxes(KeyClass& of_keys, bool every_rank_reports) const {
+std::optional<Trouble> World::agree_on_boxes(KeyClass& of_keys, bool needs_all_ranks) const {
   Replica replica;
   std::map<std::pair<Sizes, Sizes>, size_t> positions;
   for (size_t index = 0; index < of_keys.members.size(); ++index) {
@@ -420,13 +420,13 @@ std::optional<Trouble> World::agree_on_boxes(KeyClass& of_keys, bool every_rank_
   const Sizes& shape = kind_of(of_keys).shape;
   auto trouble = find_cover_trouble(shape, replica.shards);
   // A load may want a part of a tensor, or a part twice.
-  if (trouble && (every_rank_reports || trouble->defect.kind == CoverDefect::Kind::kOutOfBounds)) return trouble;
+  if (trouble && (needs_all_ranks || trouble->defect.kind == CoverDefect::Kind::kOutOfBounds)) return trouble;
   hold_empty_box(shape, replica);
   of_keys.replicas.push_back(std::move(replica));
   return std::nullopt;
 }
 
-std::optional<Trouble> World::agree_on_layouts(KeyClass& of_keys, bool every_rank_reports) const {
+std::optional<Trouble> World::agree_on_layouts(KeyClass& of_keys, bool needs_all_ranks) const {
   const Sizes& shape = kind_of(of_keys).shape;
   const auto is_on_mesh = [&](const Member& member) { return kind_of(member).kind.mesh != Kind::kPlain; };
   of_keys.is_plain = std::none_of(of_keys.members.begin(), of_keys.members.end(), is_on_mesh);
@@ -445,7 +445,7 @@ std::optional<Trouble> World::agree_on_layouts(KeyClass& of_keys, bool every_ran
     Replica replica;
     for (const Member& member : members) replica.ranks.push_back(member.rank);
     if (is_on_mesh(members.front())) {
-      if (auto trouble = decide(of_keys, members, every_rank_reports, replica)) return trouble;
+      if (auto trouble = decide(of_keys, members, needs_all_ranks, replica)) return trouble;
     } else {
       replica.shards = {{replica.ranks, {{Sizes(shape.size(), 0), shape, Sizes(shape.size(), 0)}}}};
     }
@@ -456,7 +456,7 @@ std::optional<Trouble> World::agree_on_layouts(KeyClass& of_keys, bool every_ran
 }
 
 std::optional<Trouble> World::decide(const KeyClass& of_keys, const std::vector<Member>& members,
-                                     bool every_rank_reports, Replica& replica) const {
+                                     bool needs_all_ranks, Replica& replica) const {
   const WorldKind& kind = kind_of(members.front());
   const auto candidates = candidate_steps(kind.kind.placements, kind.mesh.shape, kind.kind.stated_order());
   std::vector<Observation> observations;
@@ -483,7 +483,7 @@ std::optional<Trouble> World::decide(const KeyClass& of_keys, const std::vector<
   replica.steps = candidates[trouble.resolution.first];
   replica.is_foreseen = trouble.resolution.first == 0;
   replica.shards = held_shards(*this, members, {kind.kind.shape, kind.mesh.shape, replica.steps});
-  if (!every_rank_reports) return std::nullopt;
+  if (!needs_all_ranks) return std::nullopt;
   if (auto absent = find_absent(*this, members)) return absent;
   return find_cover_trouble(kind.kind.shape, replica.shards);
 }

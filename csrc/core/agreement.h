@@ -106,8 +106,8 @@ class World {
   // The next rank. Its part belongs to the first of its sections; the others have no mesh and no boxes.
   // Throws WireError, or std::out_of_range for an unknown section.
   void add_rank(std::vector<size_t> sections, std::string_view part);
-  // Fills `classes`. With `every_rank_reports` each rank of a mesh must be here, and shards must cover their tensors.
-  void agree(bool every_rank_reports);
+  // Fills `classes`. With `needs_all_ranks` each rank of a mesh must be here, and shards must cover their tensors.
+  void agree(bool needs_all_ranks);
 
   size_t num_ranks() const { return parts_.size(); }
   size_t num_keys() const { return names_.size(); }
@@ -131,10 +131,10 @@ class World {
  private:
   uint32_t number_of_kind(const Kind& kind, const KeyColumns& columns);
   void divide_into_classes();
-  void agree_on(KeyClass& of_keys, bool every_rank_reports) const;
-  std::optional<Trouble> agree_on_boxes(KeyClass& of_keys, bool every_rank_reports) const;
-  std::optional<Trouble> agree_on_layouts(KeyClass& of_keys, bool every_rank_reports) const;
-  std::optional<Trouble> decide(const KeyClass& of_keys, const std::vector<Member>& members, bool every_rank_reports,
+  void agree_on(KeyClass& of_keys, bool needs_all_ranks) const;
+  std::optional<Trouble> agree_on_boxes(KeyClass& of_keys, bool needs_all_ranks) const;
+  std::optional<Trouble> agree_on_layouts(KeyClass& of_keys, bool needs_all_ranks) const;
+  std::optional<Trouble> decide(const KeyClass& of_keys, const std::vector<Member>& members, bool needs_all_ranks,
                                 Replica& replica) const;
 
   std::vector<Section> sections_;

@@ -490,7 +490,7 @@ def test_saves_from_kept_memory_in_a_process(run_world, tmp_path: Path) -> None:
 SOFT = {"on_error": "warn", "retries": 1, "max_failures": 2}
 
 
-def save_softly(rank: int, world_size: int, path: Path, async_mode: str) -> tuple[list[Any], str]:
+def save_with_retries(rank: int, world_size: int, path: Path, async_mode: str) -> tuple[list[Any], str]:
     """Steps 1 to 7, of which storage refuses 3, 5 and 6, and then the last one: what each save says, and the log."""
     loader = loader_of(ElasticTextDataLoader.Config(dataset="documents", num_shards=8), rank, world_size)
     config = ElasticCheckpointManager.Config(**{**OPTIONS, "keep_latest_k": 2}, async_mode=async_mode, **SOFT)
@@ -520,7 +520,7 @@ def save_softly(rank: int, world_size: int, path: Path, async_mode: str) -> tupl
 @pytest.mark.filterwarnings("ignore:save. nothing was saved")
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
 def test_a_run_goes_on_where_storage_refuses_a_save(run_world, tmp_path: Path, async_mode: str) -> None:
-    ((said, logged),) = run_world(1, save_softly, tmp_path, async_mode)
+    ((said, logged),) = run_world(1, save_with_retries, tmp_path, async_mode)
     saved, names = said[::2], said[1::2]
     # A save that is only staged is taken for saved, as in torchtitan; the second failure in a row is raised.
     is_staged = async_mode == "async"

@@ -80,12 +80,12 @@ class Agreement:
     problems: tuple[Problem, ...]
 
 
-def agree(tables: Sequence[KeyTable], *, every_rank_reports: bool) -> Agreement:
+def agree(tables: Sequence[KeyTable], *, needs_all_ranks: bool) -> Agreement:
     """Puts the tables of all ranks together.
 
     Args:
         tables: One per rank of the save or load, in rank order.
-        every_rank_reports: Whether every rank of a tensor's mesh must be among the tables (a save writes the tensor
+        needs_all_ranks: Whether every rank of a tensor's mesh must be among the tables (a save writes the tensor
             from them), or only what is reported is looked at.
     """
     problems = [problem for table in tables for problem in table.problems]
@@ -96,7 +96,7 @@ def agree(tables: Sequence[KeyTable], *, every_rank_reports: bool) -> Agreement:
     keys: dict[str, TensorAgreement | ObjectAgreement] = {}
     meshes = _MeshNumbers()
     for fqn, entries in by_key.items():
-        agreed = _agree_on_key(fqn, entries, every_rank_reports, meshes)
+        agreed = _agree_on_key(fqn, entries, needs_all_ranks, meshes)
         if isinstance(agreed, Problem):
             problems.append(agreed)
         else:
@@ -211,7 +211,7 @@ class _MeshNumbers:
 
 
 def _agree_on_key(
-    fqn: str, entries: Mapping[int, KeyEntry], every_rank_reports: bool, meshes: _MeshNumbers
+    fqn: str, entries: Mapping[int, KeyEntry], needs_all_ranks: bool, meshes: _MeshNumbers
 ) -> TensorAgreement | ObjectAgreement | Problem:
     first_rank, first = next(iter(entries.items()))
     for rank, entry in entries.items():
@@ -227,9 +227,9 @@ def _agree_on_key(
         return ObjectAgreement(tuple(entries))
     if isinstance(first, BoxesEntry):
         of_ranks = {rank: entry for rank, entry in entries.items() if isinstance(entry, BoxesEntry)}
-        return _agree_on_boxes(fqn, first, of_ranks, every_rank_reports)
+        return _agree_on_boxes(fqn, first, of_ranks, needs_all_ranks)
     reports = {rank: entry.report for rank, entry in entries.items() if isinstance(entry, TensorEntry)}
-    return _agree_on_layouts(fqn, first, reports, every_rank_reports, meshes)
+    return _agree_on_layouts(fqn, first, reports, needs_all_ranks, meshes)
 
 
 def _traits(entry: KeyEntry) -> tuple[str, str, str]:
@@ -241,7 +241,7 @@ def _traits(entry: KeyEntry) -> tuple[str, str, str]:
 
 
 def _agree_on_boxes(
-    fqn: str, first: BoxesEntry, entries: Mapping[int, BoxesEntry], every_rank_reports: bool
+    fqn: str, first: BoxesEntry, entries: Mapping[int, BoxesEntry], needs_all_ranks: bool
 ) -> TensorAgreement | Problem:
     holders: dict[Box, list[int]] = {}
     for rank, entry in entries.items():
@@ -249,7 +249,7 @@ def _agree_on_boxes(
             holders.setdefault(box, []).append(rank)
     shards = tuple(HeldShard(tuple(ranks), (box,)) for box, ranks in holders.items() if num_elements(box[1]) > 0)
     problem = _cover_problem(fqn, first.global_shape, shards)
-    if problem is not None and (every_rank_reports or problem.detail.startswith("out of bounds")):
+    if problem is not None and (needs_all_ranks or problem.detail.startswith("out of bounds")):
         return problem
     replicas = (_with_empty_shard(first.global_shape, shards, tuple(entries)),)
     return TensorAgreement(first.global_shape, first.dtype, False, False, {}, replicas)
@@ -259,7 +259,7 @@ def _agree_on_layouts(
     fqn: str,
     first: TensorEntry,
     reports: Mapping[int, ShardReport],
-    every_rank_reports: bool,
+    needs_all_ranks: bool,
     meshes: _MeshNumbers,
 ) -> TensorAgreement | Problem:
     groups: dict[object, list[int]] = {}
@@ -275,7 +275,7 @@ def _agree_on_layouts(
             return steps
         steps_of.update(dict.fromkeys(ranks, steps))
         shards = _held_shards(ranks, members, steps)
-        if every_rank_reports:
+        if needs_all_ranks:
             absent = missing_ranks(members)
             if absent:
                 return _absent_problem(fqn, members[0], absent)

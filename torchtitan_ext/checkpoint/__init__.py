@@ -41,7 +41,7 @@ from torchtitan_ext.checkpoint.operation.save_phases import (
     writer_at,
 )
 from torchtitan_ext.checkpoint.operation.sharing.requests import ShareReads
-from torchtitan_ext.checkpoint.operation.soft_failure import save_softly
+from torchtitan_ext.checkpoint.operation.soft_failure import save_with_retries
 from torchtitan_ext.checkpoint.operation.unasked import raise_unasked
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
@@ -165,7 +165,7 @@ def save(
     ) as phases:
         raise_unasked(phases)
         values, job = ask_for_states(state_dict, job, phases)
-        return save_softly(lambda attempt: save_values(values, writer_at(attempt), attempt, phases), job, phases)
+        return save_with_retries(lambda attempt: save_values(values, writer_at(attempt), attempt, phases), job, phases)
 
 
 def _call_of(name: str, format: str) -> str:

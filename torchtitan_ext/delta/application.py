@@ -95,9 +95,7 @@ def apply(
             raise ValueError(f"delta.apply: got verify={verify!r}, expected 'changed' or 'all'")
     changed = changes.changed_keys
     with transfer_phases(group, timeout_seconds, "apply") as phases:
-        endpoint, steps, _ = agree_on_steps(
-            phases, lambda: _described(state, layouts), "apply", every_rank_reports=True
-        )
+        endpoint, steps, _ = agree_on_steps(phases, lambda: _described(state, layouts), "apply", needs_all_ranks=True)
         own = _OwnPart(endpoint, steps, changes)
         found = phases.on_all(
             "compare", lambda: own.offer(version, verify), doing="ranks compared their tensors with the changes"

@@ -26,7 +26,7 @@ class Agreed(NamedTuple):
 
 
 def agree_on_steps(
-    phases: Phases, describe: Callable[[], Endpoint], operation: str, *, every_rank_reports: bool
+    phases: Phases, describe: Callable[[], Endpoint], operation: str, *, needs_all_ranks: bool
 ) -> Agreed:
     """What this rank holds, agreed on by all. Collective.
 
@@ -46,7 +46,7 @@ def agree_on_steps(
 
     def agree_for_all(offers: Sequence[tuple[RankTable, list[Problem]]]) -> list[dict[str, Steps]]:
         tables = [table for table, _ in offers]
-        agreement = agree(tables, every_rank_reports=every_rank_reports)
+        agreement = agree(tables, needs_all_ranks=needs_all_ranks)
         found = [problem for _, own in offers for problem in own]
         found = [*agreement.problems, *found, *unused_layouts(tables, agreement, agreement.names)]
         if found:

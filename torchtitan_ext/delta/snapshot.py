@@ -65,7 +65,7 @@ class Snapshot:
         self._layouts = layouts
         with transfer_phases(group, timeout_seconds, "snapshot") as phases:
             self._endpoint, steps, names = agree_on_steps(
-                phases, lambda: self._described(state), "snapshot", every_rank_reports=True
+                phases, lambda: self._described(state), "snapshot", needs_all_ranks=True
             )
             doing = "ranks made a snapshot of their tensors"
             all_names = phases.to_coordinator("keep", lambda: self._keep(steps, keep), lambda _: names, doing=doing)

@@ -98,8 +98,8 @@ class Settings:
 class Point:
     """A function of DCP that is wrapped: ``owner`` holds it, ``parameters`` are the names of its parameters.
 
-    ``replace`` changes the arguments before the call, ``finish`` sees them and the result. ``save_softly`` makes the
-    call in a save of our files.
+    ``replace`` changes the arguments before the call, ``finish`` sees them and the result. In a save of our files
+    ``save_with_retries`` makes the call.
     """
 
     owner: Any
@@ -107,7 +107,7 @@ class Point:
     parameters: str
     replace: Callable[[Settings, dict[str, Any]], None]
     finish: Callable[[Mapping[str, Any], Any], None] = lambda passed, result: None
-    save_softly: Callable[[Settings, Callable[..., Any], inspect.BoundArguments], Any] | None = None
+    save_with_retries: Callable[[Settings, Callable[..., Any], inspect.BoundArguments], Any] | None = None
 
 
 class Installation:
@@ -244,8 +244,8 @@ def _wrap(installation: Installation, point: Point, original: Any) -> Any:
         given = passed.arguments.get("storage_writer")
         point.replace(settings, passed.arguments)
         is_ours = passed.arguments.get("storage_writer") is not given
-        if point.save_softly is not None and is_ours and settings.on_storage_error != OnStorageError():
-            result = point.save_softly(settings, original, passed)
+        if point.save_with_retries is not None and is_ours and settings.on_storage_error != OnStorageError():
+            result = point.save_with_retries(settings, original, passed)
         else:
             result = original(*passed.args, **passed.kwargs)
         point.finish(passed.arguments, result)
@@ -286,7 +286,7 @@ def _replace_in_executor(settings: Settings, passed: dict[str, Any]) -> None:
         passed["storage_writer"] = _writer(settings, writer, passed["planner"])
 
 
-def _save_softly(settings: Settings, original: Callable[..., Any], passed: inspect.BoundArguments) -> Any:
+def _save_with_retries(settings: Settings, original: Callable[..., Any], passed: inspect.BoundArguments) -> Any:
     """What DCP's save returns, or ``None`` for a save that is only warned of. Collective, as the save is."""
     writer, handling = passed.arguments["storage_writer"], settings.on_storage_error
 
@@ -300,7 +300,7 @@ def _save_softly(settings: Settings, original: Callable[..., Any], passed: inspe
     return _first_saved(settings, attempts(), writer.path, passed.arguments)
 
 
-def _save_softly_later(settings: Settings, original: Callable[..., Any], passed: inspect.BoundArguments) -> Any:
+def _save_with_retries_later(settings: Settings, original: Callable[..., Any], passed: inspect.BoundArguments) -> Any:
     """A future of the same. The first attempt begins at once; others begin where DCP's thread has ended."""
     arguments, writer = passed.arguments, passed.arguments["storage_writer"]
     handling, first, path = settings.on_storage_error, original(*passed.args, **passed.kwargs), writer.path
@@ -416,14 +416,14 @@ def _reader(settings: Settings, reader: Any) -> Any:
 
 
 POINTS = (
-    Point(state_dict_saver, "_save_state_dict", _SAVE, _replace_in_save, save_softly=_save_softly),
+    Point(state_dict_saver, "_save_state_dict", _SAVE, _replace_in_save, save_with_retries=_save_with_retries),
     Point(state_dict_loader, "_load_state_dict", _LOAD, _replace_in_load),
     Point(
         async_thread_executor._ThreadBasedAsyncCheckpointExecutor,
         "execute_save",
         _EXECUTE,
         _replace_in_executor,
-        save_softly=_save_softly_later,
+        save_with_retries=_save_with_retries_later,
     ),
     Point(
         staging.BlockingAsyncStager,
@@ -437,7 +437,7 @@ POINTS = (
         "execute_save",
         _EXECUTE,
         _replace_in_executor,
-        save_softly=_save_softly_later,
+        save_with_retries=_save_with_retries_later,
     ),
 )
 

@@ -82,8 +82,8 @@ def plan_for_all(offers: Sequence[Offer]) -> list[RankPart]:
     wrong = [problem for offer in offers for problem in offer.problems if problem.kind == "wrong_argument"]
     if wrong:  # what else does not fit follows from it
         raise refusal("reshard", wrong)
-    source = agree([offer.source for offer in offers], every_rank_reports=True)
-    target = agree([offer.target for offer in offers], every_rank_reports=False)
+    source = agree([offer.source for offer in offers], needs_all_ranks=True)
+    target = agree([offer.target for offer in offers], needs_all_ranks=False)
     problems = [*source.problems, *target.problems, *(problem for offer in offers for problem in offer.problems)]
     for name in ("cast", "bucket_bytes", "replicas", "rename"):
         problems += differing(name, [getattr(offer, name) for offer in offers])

@@ -140,8 +140,8 @@ def agree_on_survivors(offers: Sequence[SurvivorOffer]) -> Survivors:
     outvoted = {rank: at for rank, at in steps.items() if at != step}
     nothing = encode_table(KeyTable({})).message
     source_tables = [nothing if rank in outvoted else offer.survived for rank, offer in enumerate(offers)]
-    source = agree(source_tables, every_rank_reports=False)
-    target = agree([offer.target for offer in offers], every_rank_reports=False)
+    source = agree(source_tables, needs_all_ranks=False)
+    target = agree([offer.target for offer in offers], needs_all_ranks=False)
     problems = [*source.problems, *target.problems]
     problems += unused_layouts([offer.target for offer in offers], target, target.names)
     if problems:

@@ -188,7 +188,7 @@ def test_agreement_is_the_oracles(seed: int) -> None:
         if number % 2:
             state.break_something()
         tables, every = state.tables(), number % 3 > 0
-        ours, theirs = agree(tables, every_rank_reports=every), oracle.agree(tables, every_rank_reports=every)
+        ours, theirs = agree(tables, needs_all_ranks=every), oracle.agree(tables, needs_all_ranks=every)
         assert sorted(ours.problems, key=str) == sorted(theirs.problems, key=str)
         assert oracle.agreed_keys(ours) == theirs.keys
         steps = {
@@ -212,12 +212,12 @@ def test_each_shard_is_written_once_by_a_holder_and_bytes_are_balanced(seed: int
     num_planned = num_equal = 0
     for number in range(STATES_PER_SEED):
         tables = RandomState(7_000_000 + 1000 * seed + number).fill(6).tables()
-        agreement = agree(tables, every_rank_reports=True)
+        agreement = agree(tables, needs_all_ranks=True)
         if agreement.problems:
             continue
         num_planned += 1
-        wanted = oracle.agree(tables, every_rank_reports=True).keys
-        _, equal = oracle.compare_replicas(tables, oracle.agree(tables, every_rank_reports=True))
+        wanted = oracle.agree(tables, needs_all_ranks=True).keys
+        _, equal = oracle.compare_replicas(tables, oracle.agree(tables, needs_all_ranks=True))
         shards = [
             (fqn, held, oracle.num_bytes(agreed, held))
             for fqn, agreed in wanted.items()
@@ -278,7 +278,7 @@ def test_writers_of_replicas_are_spread_over_hosts(seed: int) -> None:
         shapes = [(numbers.randint(1, most),) for _ in range(numbers.randint(1, 2 * num_ranks))]
         entries = {f"w{n}": TensorEntry(ShardReport(s, local_sizes=s), torch.int8, False) for n, s in enumerate(shapes)}
         tables = [KeyTable(entries) for _ in range(num_ranks)]
-        agreement = agree(tables, every_rank_reports=True)
+        agreement = agree(tables, needs_all_ranks=True)
         hosts = [rank // per_host for rank in range(num_ranks)]
         if numbers.random() < 0.5:  # ranks of a host need not follow each other
             numbers.shuffle(hosts)
@@ -301,7 +301,7 @@ def test_small_states_are_written_on_several_hosts() -> None:
     """Eight norms on two hosts of eight ranks: four each, where the lowest ranks alone would all be on the first."""
     entry = TensorEntry(ShardReport((16,), local_sizes=(16,)), torch.float32, False)
     tables = [KeyTable({f"norm{n}": entry for n in range(8)}) for _ in range(16)]
-    agreement = agree(tables, every_rank_reports=True)
+    agreement = agree(tables, needs_all_ranks=True)
     hosts = [rank // 8 for rank in range(16)]
     loads = _core.WritePlan(agreement.world, False, [], hosts).load_bytes
     assert [sum(loads[:8]), sum(loads[8:])] == [256, 256]
@@ -326,7 +326,7 @@ def test_large_replicas_are_divided_among_their_holders(seed: int) -> None:
             KeyTable({**entries, f"own_{rank}": TensorEntry(ShardReport(s, local_sizes=s), torch.float32, False)})
             for rank, s in enumerate(own)
         ]
-        agreement = agree(tables, every_rank_reports=True)
+        agreement = agree(tables, needs_all_ranks=True)
         plan = _core.WritePlan(agreement.world, False, [], [])
         saved = metadata_entries(agreement, plan)
         written: Counter[tuple[str, Any]] = Counter()

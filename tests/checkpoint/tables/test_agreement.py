@@ -53,19 +53,19 @@ def tensor_of(agreement: Agreement, fqn: str = "w") -> TensorAgreement:
 
 
 def test_shards_of_a_mesh_are_one_replica() -> None:
-    agreed = tensor_of(agree(tables({"w": shard(0)}, {"w": shard(1)}), every_rank_reports=True))
+    agreed = tensor_of(agree(tables({"w": shard(0)}, {"w": shard(1)}), needs_all_ranks=True))
     assert agreed.replicas == ((_core.HeldShard((0,), (((0,), (2,)),)), _core.HeldShard((1,), (((2,), (2,)),))),)
     assert (agreed.global_shape, agreed.dtype, agreed.is_plain) == ((4,), torch.float32, False)
 
 
 def test_ranks_that_hold_the_same_shard_are_named_together() -> None:
     hsdp: dict[str, Any] = {"mesh": (2, 2), "placements": ((-1, 1), (0, 1))}
-    agreed = tensor_of(agree(tables(*({"w": shard(rank, **hsdp)} for rank in range(4))), every_rank_reports=True))
+    agreed = tensor_of(agree(tables(*({"w": shard(rank, **hsdp)} for rank in range(4))), needs_all_ranks=True))
     assert [held.ranks for held in agreed.replicas[0]] == [(0, 2), (1, 3)]
 
 
 def test_every_plain_tensor_is_a_replica_of_its_own() -> None:
-    agreed = tensor_of(agree(tables({"w": plain()}, {}, {"w": plain()}), every_rank_reports=True))
+    agreed = tensor_of(agree(tables({"w": plain()}, {}, {"w": plain()}), needs_all_ranks=True))
     assert [held.ranks for (held,) in agreed.replicas] == [(0,), (2,)]
     assert agreed.is_plain
 
@@ -77,7 +77,7 @@ def test_uneven_shards_decide_the_reading_for_every_rank() -> None:
     agreed = tensor_of(
         agree(
             tables(*({"w": shard(rank, local=local, **strided)} for rank, local in enumerate(nested))),
-            every_rank_reports=True,
+            needs_all_ranks=True,
         )
     )
     assert set(agreed.steps.values()) == {((1, 0, 1), (0, 0, 1))}  # tp first, then dp
@@ -95,20 +95,20 @@ CONFLICTS: dict[str, tuple[KeyEntry, KeyEntry, str]] = {
 @pytest.mark.parametrize("name", CONFLICTS)
 def test_ranks_that_disagree(name: str) -> None:
     left, right, words = CONFLICTS[name]
-    problem = problem_of(agree(tables({"w": left, "x": plain()}, {"w": right}), every_rank_reports=True))
+    problem = problem_of(agree(tables({"w": left, "x": plain()}, {"w": right}), needs_all_ranks=True))
     assert problem.kind == "ranks_disagree" and "; give different values different keys" in problem.detail
     assert re.search(words, problem.detail)
 
 
 def test_a_rank_of_the_mesh_that_does_not_report() -> None:
     lone = tables({"w": shard(0)}, {})
-    problem = problem_of(agree(lone, every_rank_reports=True))
+    problem = problem_of(agree(lone, needs_all_ranks=True))
     assert problem.kind == "incomplete_cover" and "rank(s) 1 of its mesh" in problem.detail
-    assert len(tensor_of(agree(lone, every_rank_reports=False)).replicas[0]) == 1
+    assert len(tensor_of(agree(lone, needs_all_ranks=False)).replicas[0]) == 1
 
 
 def test_local_tensors_that_fit_no_reading() -> None:
-    problem = problem_of(agree(tables({"w": shard(0, local=3)}, {"w": shard(1, local=1)}), every_rank_reports=True))
+    problem = problem_of(agree(tables({"w": shard(0, local=3)}, {"w": shard(1, local=1)}), needs_all_ranks=True))
     assert problem.kind == "layout_matches_nothing" and "rank 0 holds a local tensor of shape (3,)" in problem.detail
 
 
@@ -117,28 +117,28 @@ def test_boxes_that_tensors_state_themselves_are_checked() -> None:
         return BoxesEntry((4,), torch.float32, tuple(((begin,), (end - begin,)) for begin, end in spans))
 
     whole = tables({"w": boxes((0, 1), (3, 4))}, {"w": boxes((1, 3))})
-    assert len(tensor_of(agree(whole, every_rank_reports=True)).replicas[0]) == 3
-    gap = problem_of(agree(tables({"w": boxes((0, 1))}, {"w": boxes((2, 4))}), every_rank_reports=True))
+    assert len(tensor_of(agree(whole, needs_all_ranks=True)).replicas[0]) == 3
+    gap = problem_of(agree(tables({"w": boxes((0, 1))}, {"w": boxes((2, 4))}), needs_all_ranks=True))
     assert "gap in shape (4,): element (1,) is held by no rank" in gap.detail
-    overlap = problem_of(agree(tables({"w": boxes((0, 3))}, {"w": boxes((2, 4))}), every_rank_reports=True))
+    overlap = problem_of(agree(tables({"w": boxes((0, 3))}, {"w": boxes((2, 4))}), needs_all_ranks=True))
     assert "overlap" in overlap.detail and "of rank 0" in overlap.detail and "of rank 1" in overlap.detail
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0, 2)], ids=str)
 def test_a_tensor_without_elements_is_held_by_all(shape: tuple[int, ...]) -> None:
-    agreed = tensor_of(agree(tables({"w": plain(shape)}, {"w": plain(shape)}), every_rank_reports=True))
+    agreed = tensor_of(agree(tables({"w": plain(shape)}, {"w": plain(shape)}), needs_all_ranks=True))
     assert [held.boxes for (held,) in agreed.replicas] == [(((0,) * len(shape), shape),)] * 2
 
 
 def test_problems_of_ranks_come_first_and_all_are_kept() -> None:
     own = Problem("partial_placement", "p", "holds Partial")
     both = [replace(table, problems=(own,)) for table in tables({"w": plain()}, {"w": plain((5,))})]
-    assert [problem.fqn for problem in agree(both, every_rank_reports=True).problems] == ["p", "p", "w"]
+    assert [problem.fqn for problem in agree(both, needs_all_ranks=True).problems] == ["p", "p", "w"]
 
 
 def differing(entry: KeyEntry, *digests: bytes | None) -> list[Problem]:
     made = [KeyTable({"w": entry}, {} if digest is None else {"w": digest}) for digest in digests]
-    return compare_replicas(made, agree(made, every_rank_reports=True)).differing
+    return compare_replicas(made, agree(made, needs_all_ranks=True)).differing
 
 
 @pytest.mark.parametrize("entry", [ObjectEntry(), plain()], ids=["object", "plain"])
@@ -154,7 +154,7 @@ def test_replicas_are_compared_within_a_shard_only() -> None:
         KeyTable({"w": shard(rank, mesh=(2, 2), placements=((-1, 1), (0, 1)))}, {"w": digest})
         for rank, digest in enumerate([b"left", b"right", b"left", b"other"])
     ]
-    (problem,) = compare_replicas(made, agree(made, every_rank_reports=True)).differing
+    (problem,) = compare_replicas(made, agree(made, needs_all_ranks=True)).differing
     assert "ranks 1 and 3" in problem.detail
 
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from torchtitan_ext.checkpoint.operation.child_save import SaveInChild
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.checkpoint.operation.save_phases import SaveJob, SaveResult, ask_for_states, save_values, writer_at
-from torchtitan_ext.checkpoint.operation.soft_failure import save_softly
+from torchtitan_ext.checkpoint.operation.soft_failure import save_with_retries
 from torchtitan_ext.checkpoint.operation.unasked import SaveFuture, note_failure, raise_unasked
 from torchtitan_ext.checkpoint.staging.copies import StateMemory
 from torchtitan_ext.checkpoint.staging.portions import Portions
@@ -72,7 +72,7 @@ def save_in_background(
         try:
             with phases:
                 try:
-                    return save_softly(run, job, phases, can_go_on=lambda: staged.is_complete)
+                    return save_with_retries(run, job, phases, can_go_on=lambda: staged.is_complete)
                 except BaseException as error:
                     note_failure(phases, saved, error)
                     raise
@@ -92,7 +92,7 @@ def save_in_background(
         values, job = ask_for_states(state_dict, job, phases)
         writer = writer_at(job)
         offers, offers_of_children = zip(*phases.on_all("stage", stage, doing=_COPYING), strict=True)
-        phases.go_beside(offers)
+        phases.use_side_group(offers)
     except BaseException:
         staged.clear()
         phases.close()

@@ -98,7 +98,7 @@ class Components:
         return (*self.loaded(policy), *map(str, self.resharded), *map(str, self.to_reset))
 
 
-def cut_by_component(
+def sort_components(
     state_dict: Mapping[Any, Any],
     opened: Sequence[OpenSource],
     policy: ElasticPolicy | None,

@@ -28,7 +28,7 @@ from torchtitan_ext.checkpoint.operation.arguments import place_of
 from torchtitan_ext.checkpoint.operation.component_plans import (
     Components,
     OpenSource,
-    cut_by_component,
+    sort_components,
     world_of,
 )
 from torchtitan_ext.checkpoint.operation.phases import Phases
@@ -167,7 +167,7 @@ def prepare_load(job: LoadJob) -> tuple[list[OpenSource], Components]:
         if job.prove:
             check_keeps_tensors(opened)
         asks = isinstance(job.planner, LoadPlanner)
-        components = cut_by_component(job.state_dict, opened, policy, phases.size, phases.at, asks=asks)
+        components = sort_components(job.state_dict, opened, policy, phases.size, phases.at, asks=asks)
         seen = ["" if one.is_of_one_rank else getattr(one.reader, "metadata_digest", "") for one in opened]
         rules = f"{policy!r}, {[replace(source, path=None) for source in sources]}, {incomplete}"
         if has_transform:

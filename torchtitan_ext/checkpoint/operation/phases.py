@@ -154,12 +154,12 @@ class Phases:
                 self._trace.write(self._operation, self._path)
 
     def offer_side_group(self) -> GroupOffer | None:
-        """This rank's part of the agreement that ``go_beside`` needs. Not collective."""
+        """This rank's part of the agreement that ``use_side_group`` needs. Not collective."""
         if self.group is None or self.size == 1 or not can_have_side_group(self.group):
             return None
         return offer_of(self.group)
 
-    def go_beside(self, offers: Sequence[GroupOffer | None]) -> None:
+    def use_side_group(self, offers: Sequence[GroupOffer | None]) -> None:
         """Moves the exchanges of the ranks to connections beside the group, given all ranks' offers. Collective."""
         given = [offer for offer in offers if offer is not None]
         if self.group is None or self._ranks is None or len(given) < len(offers):

@@ -177,7 +177,7 @@ def prove_load(
         return _Described(encode_table(KeyTable(own.entries)).message, own.source_of, own.unproved)
 
     described = phases.on_all("prove", describe, doing=_PROVING)
-    agreement = agree([one.table for one in described], every_rank_reports=True)
+    agreement = agree([one.table for one in described], needs_all_ranks=True)
     unproved = {fqn: reason for one in described for fqn, reason in one.unproved.items()}
     unproved |= {problem.fqn: problem.detail for problem in agreement.problems}
     source_of = {fqn: position for one in described for fqn, position in one.source_of.items()}

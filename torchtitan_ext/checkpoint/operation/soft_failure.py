@@ -28,7 +28,7 @@ _WARNING = "the failure of a save was warned of; nothing was saved"
 _TRYING = "storage had refused a save, and it was tried again"
 
 
-def save_softly(
+def save_with_retries(
     save: Callable[[SaveJob], SaveResult], job: SaveJob, phases: Phases, *, can_go_on: Callable[[], bool] = lambda: True
 ) -> SaveResult:
     """Calls ``save`` until it succeeds, with the job of each attempt. Collective.

@@ -204,7 +204,7 @@ def items_of(cls: type, **columns: Sequence[Any]) -> list[Any]:
     return [cls(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
 
-def cut_problems(
+def uncuttable_wrappers(
     values: Mapping[str, Any], table: KeyTable, chunks_of: Callable[[str], _core.ChunkIndex] | None = None
 ) -> list[Problem]:
     """Wrappers whose boxes cannot be cut in any order of sharding that this rank's local sizes leave open.

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.planners.items import (
     ReadDecision,
-    cut_problems,
     in_file_order,
     read_items,
+    uncuttable_wrappers,
     unread_problems,
 )
 from torchtitan_ext.checkpoint.planners.saved_chunks import (
@@ -243,7 +243,7 @@ class LoadPlanner(DefaultLoadPlanner):
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         check_local_plans("load", self, LoadPlanner, global_plan, (ReadRequest,))
         requests: list[ReadRequest] = [plan.planner_data for plan in global_plan]
-        agreement = agree([request.table for request in requests], every_rank_reports=False)
+        agreement = agree([request.table for request in requests], needs_all_ranks=False)
         joint = JointRequest(requests, self.rules, self.metadata, agreement.world.held_names())
         is_cover_checked = len({request.metadata_name for request in requests}) == 1
         found = list(agreement.problems)
@@ -361,7 +361,7 @@ class LoadPlanner(DefaultLoadPlanner):
             put = [fqn for fqn, e in fitted.wanted.items() if isinstance(e, ObjectEntry) or fqn in self._numbers]
             problems += no_place(self, [fqn for fqn in put if fqn not in self._places])
         wanted_table = KeyTable(entries=fitted.wanted, layouts=table.layouts, wrappers=table.wrappers)
-        problems += cut_problems(self.state_dict, wanted_table, self._chunk_list)
+        problems += uncuttable_wrappers(self.state_dict, wanted_table, self._chunk_list)
         self._table = dataclasses.replace(wanted_table, problems=tuple(problems))
         self._encoded = encode_table(self._table)
         absent = {fqn: table.entries[fqn] for fqn in fitted.missing if fqn in self._places}

@@ -43,14 +43,14 @@ class KnownPlan:
         structures: Their digests.
         agreement: What they say together.
         equal: Numbers of the keys that any rank of several meshes writes, because it held the same on all of them.
-        every_rank_reports: How that was looked at.
+        needs_all_ranks: How that was looked at.
     """
 
     tables: list[RankTable]
     structures: list[str]
     agreement: Agreement
     equal: list[int]
-    every_rank_reports: bool
+    needs_all_ranks: bool
 
 
 def known_plan(token: str | None) -> KnownPlan | None:

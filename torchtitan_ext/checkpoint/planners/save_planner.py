@@ -22,9 +22,9 @@ from torchtitan_ext.checkpoint.planners import plan_cache
 from torchtitan_ext.checkpoint.planners.items import (
     WriteDecision,
     check_storage_takes,
-    cut_problems,
     metadata_entries,
     metadata_paths,
+    uncuttable_wrappers,
     write_items,
 )
 from torchtitan_ext.checkpoint.planners.replica_digests import ReplicaComparison, compare_replicas
@@ -191,18 +191,18 @@ class SavePlanner(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         check_local_plans("save", self, SavePlanner, all_plans, (RankTable, plan_cache.CachedTable))
         tables, token = self._tables_of(all_plans)
-        every_rank_reports = not self._plans_one_rank_only(all_plans)
+        needs_all_ranks = not self._plans_one_rank_only(all_plans)
         known = plan_cache.known_plan(token)
-        if known is not None and known.every_rank_reports == every_rank_reports:
+        if known is not None and known.needs_all_ranks == needs_all_ranks:
             agreement = known.agreement
         else:
-            token, agreement = None, agree(tables, every_rank_reports=every_rank_reports)
+            token, agreement = None, agree(tables, needs_all_ranks=needs_all_ranks)
         compared = compare_replicas(tables, agreement)
         fatal = [problem for problem in compared.differing if self._is_fatal(agreement, problem.fqn)]
         if self._replicas == "strict":
             fatal += compared.presumed
         agreed = [agreement.names[key] for key in agreement.agreed_keys]
-        unused = unused_layouts(tables, agreement, agreed) if every_rank_reports else []
+        unused = unused_layouts(tables, agreement, agreed) if needs_all_ranks else []
         self.tied, untied = _tied_of(tables, agreement)
         if agreement.problems or fatal or unused or untied:
             raise refusal("save", (*untied, *agreement.problems, *fatal, *unused))
@@ -220,7 +220,7 @@ class SavePlanner(DefaultSavePlanner):
         self.metadata = Metadata(metadata_entries(agreement, plan))
         if self.flatten_state_dict:
             self.metadata.planner_data = metadata_paths(agreement, tables)
-            if every_rank_reports:
+            if needs_all_ranks:
                 # A key of the state dict with this name has priority.
                 self.metadata.planner_data.setdefault(WORLD_KEY, world_record(agreement.ranks_and_meshes()))
         self.global_plan = [
@@ -233,7 +233,7 @@ class SavePlanner(DefaultSavePlanner):
                 [table.structure() for table in tables],
                 agreement,
                 compared.equal,
-                every_rank_reports,
+                needs_all_ranks,
             )
             plan_cache.forget_replaced(known)
             plan_cache.remember(StockSavePlanner._cached_all_plans, token, known)
@@ -328,7 +328,7 @@ class SavePlanner(DefaultSavePlanner):
             *uncalled_methods(self, SavePlanner, DefaultSavePlanner),
             *table.problems,
             *_meta_problems(self.state_dict, table),
-            *cut_problems(self.state_dict, table),
+            *uncuttable_wrappers(self.state_dict, table),
             *unwritable,
         )
         return dataclasses.replace(table, digests=self._timed_digests(table), problems=problems, unread=unread)

@@ -55,10 +55,10 @@ class Agreement:
         return World(self.world.num_ranks, self.world.axes())
 
 
-def agree(tables: Sequence[KeyTable | RankTable], *, every_rank_reports: bool) -> Agreement:
+def agree(tables: Sequence[KeyTable | RankTable], *, needs_all_ranks: bool) -> Agreement:
     """Puts the tables of all ranks together, given in rank order.
 
-    With ``every_rank_reports`` each rank of a tensor's mesh must be among the tables, as a save writes the tensor from
+    With ``needs_all_ranks`` each rank of a tensor's mesh must be among the tables, as a save writes the tensor from
     them; else only what is reported is looked at.
 
     Raises:
@@ -76,7 +76,7 @@ def agree(tables: Sequence[KeyTable | RankTable], *, every_rank_reports: bool) -
         sections.append(numbers)
         problems += table.problems
     with reading_from(None):
-        world.agree(every_rank_reports)
+        world.agree(needs_all_ranks)
         return Agreement(world, sections, problems)
 
 

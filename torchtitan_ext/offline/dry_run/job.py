@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.tensor import DTensor
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.planners.items import cut_problems
+from torchtitan_ext.checkpoint.planners.items import uncuttable_wrappers
 from torchtitan_ext.checkpoint.rules.load_rules import ComponentPlan, component_of
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source
 from torchtitan_ext.checkpoint.tables.component import PER_RANK, World, family_of, is_stateful
@@ -168,7 +168,7 @@ def _rank_of_state(state: Mapping[str, Any], layouts: Mapping[str, ShardOrder] |
     flat = flat_keys(values, tuples="as_stock")
     table = describe_state(flat.values, flat.stock_paths, LayoutRules(layouts))
     unread, unwritable = check_objects(flat.values, table)
-    problems = (*table.problems, *cut_problems(flat.values, table), *unwritable)
+    problems = (*table.problems, *uncuttable_wrappers(flat.values, table), *unwritable)
     troubled = {problem.fqn for problem in unwritable}
     sizes = {
         fqn: _pickled_bytes(flat.values[fqn])

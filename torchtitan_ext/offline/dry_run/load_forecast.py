@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.operation.component_plans import cut_by_component, paths_below, read_saved
+from torchtitan_ext.checkpoint.operation.component_plans import paths_below, read_saved, sort_components
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.planners.saved_chunks import name_metadata
 from torchtitan_ext.checkpoint.rules.load_rules import ComponentPlan, LoadRules, ReadRequest, component_of
@@ -198,7 +198,7 @@ class _Load:
         plans = components_of(is_tensor, one.table.stock_paths, self._job.policy or ElasticPolicy())
         rngs = self._generators(plans, stage.ranks.num_data_parallel)
         if rngs:
-            cut = cut_by_component(rngs, [self._opened], self._job.policy, self._job.num_ranks, lambda name: None)
+            cut = sort_components(rngs, [self._opened], self._job.policy, self._job.num_ranks, lambda name: None)
             plans |= cut.plans[0]
             is_kept = {fqn: component_of(fqn, plans, is_tensor=tensor) not in rngs for fqn, tensor in is_tensor.items()}
             one = one.restricted(is_kept.__getitem__)
@@ -226,7 +226,7 @@ class _Load:
         """The request of a state dict's rank. Values under a name of the rank's own are asked for even if not saved."""
         size = self._job.num_ranks
         state = {key: value.among(size) if isinstance(value, RngState) else value for key, value in state.items()}
-        components = cut_by_component(state, [self._opened], self._job.policy, size, lambda name: None)
+        components = sort_components(state, [self._opened], self._job.policy, size, lambda name: None)
         planner = self.planner(components.plans[0])
         planner.set_up_planner(components.values, self._opened.metadata)
         request: ReadRequest = planner.create_local_plan().planner_data
