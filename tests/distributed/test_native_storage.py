@@ -194,7 +194,7 @@ def test_ranks_that_see_other_metadata_are_refused(run_world, tmp_path: Path) ->
         dcp.save({"w": torch.ones(3)}, storage_writer=FileWriter(tmp_path / name, sync=False), no_dist=True)
     (first, *others) = run_world(4, load_own_directory, tmp_path)
     assert all(other == first for other in others)
-    assert f"ranks 0, 1 {tmp_path}/0; ranks 2, 3 {tmp_path}/1; pass the same path on every rank" in first
+    assert f"is {tmp_path}/0 on ranks 0, 1, {tmp_path}/1 on ranks 2, 3; pass the same path on every rank" in first
 
 
 def load_own_copy(rank: int, world_size: int, path: Path) -> list[float]:
