@@ -455,8 +455,8 @@ std::optional<Trouble> World::agree_on_layouts(KeyClass& of_keys, bool needs_all
   return std::nullopt;
 }
 
-std::optional<Trouble> World::decide(const KeyClass& of_keys, const std::vector<Member>& members,
-                                     bool needs_all_ranks, Replica& replica) const {
+std::optional<Trouble> World::decide(const KeyClass& of_keys, const std::vector<Member>& members, bool needs_all_ranks,
+                                     Replica& replica) const {
   const WorldKind& kind = kind_of(members.front());
   const auto candidates = candidate_steps(kind.kind.placements, kind.mesh.shape, kind.kind.stated_order());
   std::vector<Observation> observations;
