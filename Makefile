@@ -190,7 +190,7 @@ $(STAMPS)/clients: tests/clients/requirements.txt $(STAMPS)/test
 	$(PIP) --requirement $< --constraint $@.constraints
 	@touch $@
 
-$(STAMPS)/lint: pyproject.toml $(STAMPS)/torch $(STAMPS)/test
+$(STAMPS)/lint: pyproject.toml $(STAMPS)/torch $(STAMPS)/tools $(STAMPS)/test
 	$(PIP) ruff==0.17.6 mypy==2.4.1 clang-format==23.1.5
 	@touch $@
 
