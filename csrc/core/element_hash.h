@@ -22,11 +22,19 @@ namespace torchtitan_ext::core {
 
 constexpr uint64_t kGolden = 0x9e3779b97f4a7c15ULL;
 
-TTE_HASH_FUNCTION uint64_t hash_word(uint64_t word, uint64_t position) {
-  uint64_t bits = word ^ ((position + 1) * kGolden);
+TTE_HASH_FUNCTION uint64_t mix_bits(uint64_t bits) {
   bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9ULL;
   bits = (bits ^ (bits >> 27)) * 0x94d049bb133111ebULL;
   return bits ^ (bits >> 31);
+}
+
+TTE_HASH_FUNCTION uint64_t hash_word(uint64_t word, uint64_t position) {
+  return mix_bits(word ^ ((position + 1) * kGolden));
+}
+
+// The hash of a list of words, one word longer: what is compared on the spot, by its order too.
+inline uint64_t extended_hash(uint64_t hash, int64_t word) {
+  return mix_bits(hash + kGolden + static_cast<uint64_t>(word));
 }
 
 // The hash of one element, which adds to the fingerprint what the element adds. 16 bytes are a struct of `low` and `high`.

@@ -4,6 +4,7 @@
 #include <map>
 
 #include "core/check.h"
+#include "core/element_hash.h"
 
 namespace torchtitan_ext::core {
 namespace {
@@ -30,15 +31,6 @@ std::vector<PairSchedule> schedule_pairs(int64_t rank, std::span<const PeerBytes
   }
   return pairs;
 }
-
-// As in SplitMix64 (https://prng.di.unimi.it/splitmix64.c).
-uint64_t mix(uint64_t value) {
-  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9;
-  value = (value ^ (value >> 27)) * 0x94d049bb133111eb;
-  return value ^ (value >> 31);
-}
-
-uint64_t extended(uint64_t hash, int64_t word) { return mix(hash + 0x9e3779b97f4a7c15 + static_cast<uint64_t>(word)); }
 
 }  // namespace
 
@@ -102,9 +94,9 @@ std::vector<uint64_t> hash_pairs(int64_t rank, int64_t num_ranks, std::span<cons
   for (const PeerBytes& box : boxes) {
     uint64_t& hash = hashes[static_cast<size_t>(box.peer)];
     if (hash == 0) {
-      hash = extended(extended(1, is_sender ? rank : box.peer), is_sender ? box.peer : rank);
+      hash = extended_hash(extended_hash(1, is_sender ? rank : box.peer), is_sender ? box.peer : rank);
     }
-    hash = extended(hash, box.num_bytes);
+    hash = extended_hash(hash, box.num_bytes);
   }
   return hashes;
 }

@@ -1,6 +1,3 @@
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/c/shim.h>
-
 #include "core/element_hash.h"
 #include "ops/ops.h"
 #include "ops/tensor_view.h"
@@ -8,35 +5,20 @@
 namespace torchtitan_ext::ops {
 namespace {
 
-// The hash of words in their order.
-class Hash {
- public:
-  void add(int64_t word) { value_ += core::hash_word(static_cast<uint64_t>(word), num_words_++); }
-  void add(std::span<const int64_t> words) {
-    for (const int64_t word : words) add(word);
-  }
-  int64_t value() const { return static_cast<int64_t>(value_); }
-
- private:
-  uint64_t value_ = 0, num_words_ = 0;
-};
-
-template <typename Value>
-Value read(AOTITorchError (*getter)(AtenTensorHandle, Value*), AtenTensorHandle tensor) {
-  Value value{};
-  TORCH_ERROR_CODE_CHECK(getter(tensor, &value));
-  return value;
-}
-
 int64_t form_of(AtenTensorHandle tensor) {
-  const auto num_dims = static_cast<size_t>(read(aoti_torch_get_dim, tensor));
-  Hash hash;
-  hash.add(read(aoti_torch_get_dtype, tensor));
-  hash.add(read(aoti_torch_get_device_type, tensor));
-  hash.add(read(aoti_torch_get_device_index, tensor));
-  hash.add({read(aoti_torch_get_sizes, tensor), num_dims});
-  hash.add({read(aoti_torch_get_strides, tensor), num_dims});
-  return hash.value();
+  uint64_t hash = 0;
+  const auto add = [&hash](int64_t word) { hash = core::extended_hash(hash, word); };
+  add(read(aoti_torch_get_dtype, tensor));
+  add(read(aoti_torch_get_device_type, tensor));
+  add(read(aoti_torch_get_device_index, tensor));
+  const int64_t num_dims = read(aoti_torch_get_dim, tensor);
+  const int64_t* sizes = read(aoti_torch_get_sizes, tensor);
+  const int64_t* strides = read(aoti_torch_get_strides, tensor);
+  for (int64_t dim = 0; dim < num_dims; ++dim) {
+    add(sizes[dim]);
+    add(strides[dim]);
+  }
+  return static_cast<int64_t>(hash);
 }
 
 }  // namespace

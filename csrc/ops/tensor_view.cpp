@@ -25,13 +25,6 @@ bool is_quantized(int32_t dtype) {
          type == ScalarType::QUInt4x2 || type == ScalarType::QUInt2x4;
 }
 
-template <typename Value>
-Value read(AOTITorchError (*getter)(AtenTensorHandle, Value*), AtenTensorHandle tensor) {
-  Value value{};
-  TORCH_ERROR_CODE_CHECK(getter(tensor, &value));
-  return value;
-}
-
 std::vector<core::Memory> memories_of(std::span<const TensorView> views) {
   std::vector<core::Memory> memories;
   memories.reserve(views.size());

@@ -47,6 +47,14 @@ struct TensorView {
   core::Memory memory() const { return {address, sizes, strides, item_bytes}; }
 };
 
+// What a getter of torch's C interface tells of a tensor.
+template <typename Value>
+Value read(AOTITorchError (*getter)(AtenTensorHandle, Value*), AtenTensorHandle tensor) {
+  Value value{};
+  TORCH_ERROR_CODE_CHECK(getter(tensor, &value));
+  return value;
+}
+
 // Reads a tensor. Throws std::invalid_argument for one that is not strided, is quantized, is neither on a CPU nor on a
 // CUDA device, or whose storage was freed or shrunk below what it spans (FSDP2 and resize_ do that), and, for
 // Access::kWrite, one whose elements may share memory (an expanded tensor).
