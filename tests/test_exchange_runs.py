@@ -16,6 +16,7 @@ from gloo_worlds import LONGEST_SECONDS
 from python_group import PythonGroup, register
 from states import DTYPES, bits, random_tensor
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from torchtitan_ext import ops
 
@@ -252,6 +253,35 @@ def test_what_is_wrong_with_a_planned_exchange_is_raised_by_its_run_on_all_ranks
     assert first[1] == second[1] and "another digest than most ranks" in first[1]
     assert (first[2], second[2]) == ("refused by this rank's caller", elsewhere.format(0))
     assert (first[3:], second[3:]) == (["1.0"] * 4, ["0.0"] * 4)
+
+
+def refuse_tensors_of_one_rank(rank: int, world_size: int) -> list[list[str]]:
+    """What rank 1 alone gives is wrong."""
+    told = []
+    for side, wrong in [
+        ("sources", TwoTensor(torch.ones(4), torch.ones(4))),
+        ("targets", TwoTensor(torch.ones(4), torch.ones(4))),
+        ("targets", torch.zeros(4, requires_grad=True)),
+        ("sources", torch.ones(4, dtype=torch.complex64).conj()),
+    ]:
+        exchange = one_row(world_size)
+        if rank == 1:
+            getattr(exchange, side)[1] = [wrong]
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            exchange.planned(rank).run()
+        told.append(str(caught.value).removeprefix("exchange_runs_"))
+        with torch.no_grad():
+            assert rank == 1 or exchange.targets[rank][0].tolist() == [-1.0] * 4
+    return told
+
+
+def test_a_planned_exchange_of_other_tensors_is_refused_on_all_ranks(run_world) -> None:
+    first, second = run_world(2, refuse_tensors_of_one_rank)
+    assert first == [": refused by rank(s) 1, where an error says why; nothing was moved"] * 4
+    subclass = " is of a subclass; pass the rank's own plain tensor"
+    assert second[:2] == [f": {side}[0]{subclass}" for side in ("sources", "targets")]
+    assert second[2] == " is not differentiable: an argument requires grad; call it under torch.no_grad()"
+    assert second[3] == ": sources[0] is a lazily conjugated or negated view; pass what it views"
 
 
 def large_exchange(world_size: int) -> Exchange:

@@ -401,7 +401,7 @@ PlannedExchange::~PlannedExchange() {
   state_.reset();
 }
 
-void PlannedExchange::run(int64_t digest, double timeout_seconds) {
+void PlannedExchange::run_below_autograd(int64_t digest, double timeout_seconds) {
   const Group group = group_named(state_->group_name);
   const std::chrono::milliseconds timeout = timeout_of(timeout_seconds);
   const std::optional<Plan>& plan = state_->plan;
@@ -431,8 +431,27 @@ void PlannedExchange::run(int64_t digest, double timeout_seconds) {
   }
 }
 
-void PlannedExchange::run_again(int64_t digest, double timeout_seconds) {
-  run(digest, timeout_seconds);
+void PlannedExchange::refuse_gradients() const {
+  if (!at::GradMode::is_enabled()) return;
+  for (const std::vector<at::Tensor>* tensors : {&state_->sources, &state_->targets}) {
+    for (const at::Tensor& tensor : *tensors) {
+      TORCH_CHECK(!tensor.requires_grad(), kExchange,
+                  " is not differentiable: an argument requires grad; call it under torch.no_grad()");
+    }
+  }
+}
+
+void PlannedExchange::run(int64_t digest, double timeout_seconds) {
+  try {
+    refuse_gradients();
+  } catch (...) {  // the other ranks, which would wait for this one, are told
+    try {
+      run_below_autograd(kRefusal, timeout_seconds);
+    } catch (const std::exception&) {
+    }
+    throw;
+  }
+  run_below_autograd(digest, timeout_seconds);
   bump_versions(state_->targets);
 }
 
@@ -440,7 +459,7 @@ void exchange_runs_(const c10::OperatorHandle&, torch::jit::Stack* stack) {
   const Arguments arguments(*stack, 8);
   PlannedExchange exchange(arguments[0].toTensorVector(), arguments[1].toTensorVector(), arguments[2].toTensor(),
                            arguments[3].toTensor(), arguments[4].toStringRef(), arguments[6].toInt());
-  exchange.run(arguments[5].toInt(), arguments[7].toDouble());
+  exchange.run_below_autograd(arguments[5].toInt(), arguments[7].toDouble());
 }
 
 }  // namespace torchtitan_ext::dist

@@ -17,7 +17,7 @@ TORCH_LIBRARY_FRAGMENT(torchtitan_ext, library) {
   library.class_<PlannedExchange>("PlannedExchange")
       .def(
           torch::init<std::vector<at::Tensor>, std::vector<at::Tensor>, at::Tensor, at::Tensor, std::string, int64_t>())
-      .def("run", &PlannedExchange::run_again);
+      .def("run", &PlannedExchange::run);
 }
 
 // Of other layouts too, to refuse them in one sentence.

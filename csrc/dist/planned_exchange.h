@@ -19,13 +19,14 @@ class PlannedExchange : public torch::CustomClassHolder {
                   at::Tensor receives, std::string group_name, int64_t bucket_bytes);
   ~PlannedExchange() override;
 
-  // Collective. Of an operator's call csrc/autograd bumps the version counters of what was written.
+  // Collective. Refuses tensors that require grad, and bumps the version counters of what was written.
   void run(int64_t digest, double timeout_seconds);
-  // The same, and bumps them.
-  void run_again(int64_t digest, double timeout_seconds);
+  // The same for the operator, of which csrc/autograd does these two.
+  void run_below_autograd(int64_t digest, double timeout_seconds);
 
  private:
   struct State;
+  void refuse_gradients() const;
   std::unique_ptr<State> state_;
 };
 

@@ -5,6 +5,7 @@
 namespace torchtitan_ext::dist {
 
 std::string fault_of(const at::Tensor& tensor, const at::Tensor& first, Access access) {
+  if (tensor.unsafeGetTensorImpl()->is_python_dispatch()) return "is of a subclass; pass the rank's own plain tensor";
   if (tensor.is_nested()) return "is nested; pass the tensor of its values";
   if (tensor.layout() != at::kStrided) return "is sparse; convert it with .to_dense() first";
   if (tensor.is_quantized()) return "is quantized; dequantize it first";

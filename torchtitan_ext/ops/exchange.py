@@ -124,7 +124,8 @@ class PlannedExchange:
     """An exchange that is checked and planned once, and runs many times with what the tensors hold then.
 
     Of thousands of small tensors checks and plan take longer than the transfer. Not collective to make; the arguments
-    are those of ``exchange_runs_``. It keeps the tensors, which must not get other memory meanwhile.
+    are those of ``exchange_runs_``, without lazily conjugated or negated views. It keeps the tensors, which must not
+    get other memory meanwhile.
     """
 
     def __init__(
@@ -138,8 +139,8 @@ class PlannedExchange:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
         check_full_abi()
-        given = list(sources), list(targets), sends, receives
-        self._native = classes.PlannedExchange(*given, group_name, bucket_bytes)
+        tensors = (listed("PlannedExchange", "sources", sources), listed("PlannedExchange", "targets", targets))
+        self._native = classes.PlannedExchange(*tensors, sends, receives, group_name, bucket_bytes)
 
     def run(self, *, digest: int = 0, timeout_seconds: float = 0.0) -> None:
         """Collective; raises what ``exchange_runs_`` raises."""
