@@ -48,9 +48,9 @@ from torchtitan_ext.checkpoint.planners.subclasses import read_metadata, set_up_
 from torchtitan_ext.checkpoint.rules.load_rules import LoadRules
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source
 from torchtitan_ext.checkpoint.rules.report import (
-    ONE_POLICY,
     LoadReport,
     ReadSharing,
+    disagreements,
     join_reports,
     warn_of_unproved,
 )
@@ -177,7 +177,7 @@ def prepare_load(job: LoadJob) -> tuple[list[OpenSource], Components]:
     places = [place_of(source.path) for source in sources]
     answers = phases.on_all("prepare", ask, doing=_ASKING, places=places, hold_the_same=_read_the_same)
     rules, seen = zip(*answers, strict=True)
-    problems = differing("policy", rules, show=str, advice=ONE_POLICY)
+    problems = disagreements(rules)
     if problems:
         raise refusal("load", problems)
     problems = _other_metadata(seen, [one.name for one in opened])

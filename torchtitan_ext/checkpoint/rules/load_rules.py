@@ -116,7 +116,7 @@ class JointRequest:
 
     Attributes:
         requests: One per rank, in rank order.
-        rules: The coordinator's; those of the ranks are compared.
+        rules: The coordinator's; ``report.disagreements`` compares the ranks'.
         metadata: The checkpoint's, as the coordinator has read it.
         held: The keys that some rank reads.
     """

@@ -44,9 +44,6 @@ logger = logging.getLogger(__name__)
 # A remedy with more globs becomes strict="ignore".
 _MAX_GLOBS = 20
 
-ONE_POLICY = "pass the same policy and sources on every rank"
-"""What to do where ranks load by different rules."""
-
 NO_TENSOR = "it is no tensor, here or in the checkpoint"
 """Why a value is not proved."""
 
@@ -206,7 +203,7 @@ def review(
         *of_positions,
         *nothing_matches(joint),
         *unclaimed_problems(set(joint.wanted.values()), num_ranks, metadata, allow_unclaimed),
-        *differing("policy", [request.rules for request in joint.requests], show=str, advice=ONE_POLICY),
+        *disagreements([request.rules for request in joint.requests]),
         *misspelt_layouts(joint, agreement, layouts),
         *filter_problems,
     ]
@@ -384,6 +381,11 @@ def warn_of_unproved(proof: LoadProof) -> None:
     tensors = {fqn: reason for fqn, reason in proof.unproved.items() if reason != NO_TENSOR}
     if tensors:
         logger.warning("load: %s", LoadProof(proof.proved, tensors))
+
+
+def disagreements(rules: Sequence[str]) -> list[Problem]:
+    """The problem that ranks load by different rules, which each of them gives as text."""
+    return differing("policy", rules, show=str, advice="pass the same policy and sources on every rank")
 
 
 def _world_problems(
