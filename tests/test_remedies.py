@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from calls import call
+from remedies import refused
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -45,13 +46,6 @@ from torchtitan_ext.storage.commit.save_lock import SaveLock
 from torchtitan_ext.transforms import Rule, Transform
 
 Act = Callable[[Path], Any]
-
-
-def refused(text: str, act: Callable[[], Any]) -> str:
-    """What an act is refused with, in which these words are."""
-    with pytest.raises(Exception, match=re.escape(text)) as caught:
-        act()
-    return str(caught.value)
 
 
 def stepped(seed: int = 0) -> tuple[nn.Linear, torch.optim.AdamW]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from boxed_tensors import boxed
 from calls import call
+from remedies import WEIGHTS, is_saved, refused, zeros
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, state_dict_loader
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
@@ -49,25 +50,6 @@ from torchtitan_ext.offline.sources import open_source
 from torchtitan_ext.state.value_digest import digest_value
 from torchtitan_ext.storage.weights.writer import SafetensorsWriter
 from torchtitan_ext.transforms import Rule, Transform
-
-WEIGHTS: dict[str, Any] = {"w": torch.arange(6.0).view(2, 3) + 0.001, "b": torch.ones(2)}
-
-
-def refused(text: str, act: Callable[[], Any]) -> str:
-    with pytest.raises(Exception) as caught:
-        act()
-    assert text in str(caught.value), str(caught.value)
-    return str(caught.value)
-
-
-def zeros(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: torch.zeros_like(value) for key, value in state.items()}
-
-
-def is_saved(path: Any, truth: dict[str, Any], **options: Any) -> bool:
-    tte.load(target := zeros(truth), path, **options)
-    return digest_value(target) == digest_value(truth)
-
 
 # Planners and readers.
 

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from boxed_tensors import boxed
 from calls import call
+from remedies import WEIGHTS, is_saved, refused, zeros
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -19,26 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import torchtitan_ext as tte
 from torchtitan_ext import delta
 from torchtitan_ext.elastic import ElasticBatchSampler, ElasticDataLoader, Streams
-from torchtitan_ext.state.value_digest import digest_value
 from torchtitan_ext.sync import sync_state_dict
-
-WEIGHTS: dict[str, Any] = {"w": torch.arange(6.0).view(2, 3) + 0.001, "b": torch.ones(2)}
-
-
-def refused(text: str, act: Callable[[], Any]) -> str:
-    with pytest.raises(Exception, match=re.escape(text)) as caught:
-        act()
-    return str(caught.value)
-
-
-def zeros(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: torch.zeros_like(value) for key, value in state.items()}
-
-
-def is_saved(path: Path, truth: dict[str, Any], **options: Any) -> bool:
-    tte.load(target := zeros(truth), path, **options)
-    return digest_value(target) == digest_value(truth)
-
 
 # Saves and planners.
 
