@@ -1,6 +1,7 @@
 """The programs of docs/use/mistakes.md, and what the page shows of them."""
 
 import contextlib
+import gc
 import io
 import os
 import re
@@ -16,6 +17,7 @@ PROGRAMS = [(code, shown) for code, _, shown in _BLOCK.findall(PAGE)]
 
 def run(code: str) -> str:
     """What a program prints, its warnings, and the error that ends it, in a directory of its own."""
+    gc.collect()  # what tests before this one left open would warn in its output
     printed, before, environment = io.StringIO(), os.getcwd(), dict(os.environ)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(printed), warnings.catch_warnings():
         warnings.simplefilter("always")
