@@ -4,6 +4,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import late
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,6 +50,17 @@ class Messages:
             work.wait(timedelta(seconds=timeout_seconds))
         for box, buffer in arrivals:
             box.unpack(buffer)
+
+
+class MessagesOfHosts(Messages):
+    """For tensors of an accelerator, of which it gets no others."""
+
+    def exchange(self, sources: list[Tensor], targets: list[Tensor], *tables: Tensor, **options: Any) -> None:
+        assert {tensor.device.type for tensor in (*sources, *targets)} <= {"late"}
+        filled = [tensor.cpu() for tensor in targets]
+        super().exchange([tensor.cpu() for tensor in sources], filled, *tables, **options)
+        for tensor, values in zip(targets, filled, strict=True):
+            tensor.copy_(values)
 
 
 def both_transports(rank: int, world_size: int) -> None:
@@ -202,3 +214,42 @@ def test_boxes_are_views_of_the_tensors() -> None:
     assert part.packed().view(torch.float64).tolist() == [1.0] * 6
     part.unpack(torch.arange(6.0, dtype=torch.float64).view(torch.uint8))
     assert tensors[0][1:4, 2:4].tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+def trained_on(device: str) -> tuple[torch.nn.Linear, dict[str, Any]]:
+    """AdamW keeps its steps in host memory, wherever the parameters are."""
+    model = torch.nn.Linear(5, 3).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    model.weight.grad, model.bias.grad = torch.ones_like(model.weight), torch.ones_like(model.bias)
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": dict(enumerate(optimizer.state.values()))}
+    assert {state["optimizer"][0][name].device.type for name in ("step", "exp_avg")} == {"cpu", device}
+    return model, state
+
+
+def one_state_on_two_devices(rank: int, world_size: int) -> None:
+    late.set_delay(0.0005)
+    (model, source), (_, target) = trained_on("late"), trained_on("late")
+    source["optimizer"][0]["step"].fill_(17.0)
+    plan = tte.plan_reshard(
+        source if rank == 0 else None, target if rank == 1 else None, transport=MessagesOfHosts(), cast="exact"
+    )
+    for step in (17.0, 18.0):
+        source["optimizer"][0]["step"].fill_(step)
+        with torch.no_grad():
+            model.weight += 1
+        plan.run(verify=True)
+        if rank == 1:
+            assert float(target["optimizer"][0]["step"]) == step and target["optimizer"][0]["step"].is_cpu
+            for got, want in zip(target["model"].values(), source["model"].values(), strict=True):
+                assert got.shape == want.shape and got.device.type == "late"
+    everywhere: list[Any] = [None] * world_size
+    dist.all_gather_object(everywhere, [tensor.cpu() for tensor in (source, target)[rank]["model"].values()])
+    assert all(torch.equal(*pair) for pair in zip(*everywhere, strict=True))
+    snapshot = tte.delta.Snapshot(source)
+    source["optimizer"][1]["step"].fill_(21.0)
+    assert snapshot.changes().num_changed == 1
+
+
+def test_steps_in_host_memory_travel_with_the_tensors_of_an_accelerator(run_late_world: Any) -> None:
+    run_late_world(2, one_state_on_two_devices)

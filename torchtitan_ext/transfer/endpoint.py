@@ -30,6 +30,8 @@ from torchtitan_ext.op_library import call
 from torchtitan_ext.ranks.exchange import has_backend
 from torchtitan_ext.state.nested import Path, flat_keys, set_value
 
+_HOST = torch.device("cpu")
+
 State = Mapping[str, Any] | nn.Module | None
 """What a rank gives as source or target; ``None`` on a rank that has no part of it."""
 
@@ -51,6 +53,8 @@ class Endpoint:
         layouts: Sharding orders that the caller has stated.
         problems: Why the state cannot take part, as far as this rank sees.
         module: What gave the state dict, if the caller passed a module.
+        device: From where and to where the tensors travel: the accelerator, if any of them is there. Others, such as
+            the steps of AdamW in host memory, are copied there and back, through memory that is kept from run to run.
     """
 
     state: Mapping[str, Any]
@@ -66,7 +70,9 @@ class Endpoint:
     layouts: Mapping[str, ShardOrder] | None
     problems: list[Problem] = field(default_factory=list)
     module: nn.Module | None = None
+    device: torch.device = field(init=False)
     _are_memory: list[bool] = field(init=False)
+    _stand_ins: dict[int, Tensor] = field(init=False, default_factory=dict)
     _planned: Tensor = field(init=False)
     _forms: list[_Form] = field(init=False)
 
@@ -74,10 +80,16 @@ class Endpoint:
         self._are_memory = [is_own_memory(tensor) for tensor in self.tensors]
         self._planned = self._memory_of(self.tensors)
         self._forms = list(map(_form_of, self.tensors))
+        self.device = next(iter(sorted(self.devices - {_HOST}, key=str)), _HOST)
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where the tensors lie."""
+        return {tensor.device for tensor in self.tensors if not tensor.is_meta}
 
     @property
     def is_memory(self) -> bool:
-        """Whether all that is read or filled lies in the caller's own memory, the same in each run."""
+        """Whether what is read or filled is the same memory in each run: the caller's own, or stand-ins for it."""
         return all(self._are_memory)
 
     def _memory_of(self, tensors: Iterable[Tensor]) -> Tensor:
@@ -109,18 +121,35 @@ class Endpoint:
         }
 
     def memory_to_read(self) -> list[Tensor]:
-        """Plain tensors with the values, by position; wrappers and lazy views are copies."""
+        """Plain tensors with the values, by position, on ``device``; wrappers and lazy views are copies."""
         held = zip(self.tensors, self._are_memory, strict=True)
-        return [tensor if is_memory else _values_of(tensor) for tensor, is_memory in held]
+        values = [tensor if is_memory else _values_of(tensor) for tensor, is_memory in held]
+        with torch.no_grad():
+            for at, stand_in in self._stand_ins_here().items():
+                values[at] = stand_in.copy_(values[at])
+        return values
 
     def memory_to_fill(self) -> tuple[list[Tensor], Callable[[], None]]:
         """Plain tensors to be filled, by position, and what is to be called when they are."""
-        held = zip(self.tensors, self._are_memory, strict=True)
-        return self._put_back_later([tensor if is_memory else _new_like(tensor) for tensor, is_memory in held])
+        held = enumerate(zip(self.tensors, self._are_memory, strict=True))
+        stand_ins = self._stand_ins_here()
+        return self._put_back_later(
+            [
+                stand_ins[at] if at in stand_ins else tensor if is_memory else _new_like(tensor)
+                for at, (tensor, is_memory) in held
+            ]
+        )
 
     def memory_to_change(self) -> tuple[list[Tensor], Callable[[], None]]:
         """Plain tensors with the values, of which parts are to be filled, and what is to be called when they are."""
         return self._put_back_later(self.memory_to_read())
+
+    def _stand_ins_here(self) -> Mapping[int, Tensor]:
+        """By the positions of tensors that lie elsewhere, memory of their shapes on ``device``."""
+        for at, tensor in enumerate(self.tensors):
+            if tensor.device != self.device and at not in self._stand_ins:
+                self._stand_ins[at] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        return self._stand_ins
 
     def _put_back_later(self, filled: list[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
 
@@ -264,19 +293,20 @@ def shared_memory_problems(source: Endpoint | None, target: Endpoint) -> list[Pr
     return [Problem("unsupported_tensor", fqn, what)]
 
 
-def device_problems(
+def choose_device(
     source: Endpoint, target: Endpoint, group: dist.ProcessGroup | None, *, is_sender: bool
 ) -> list[Problem]:
-    """What keeps the tensors of this rank from being sent from where they lie, by the group if it is the sender."""
-    found = {tensor.device for endpoint in (source, target) for tensor in endpoint.tensors if not tensor.is_meta}
-    if len(found) > 1:
-        what = f"tensors lie on {', '.join(sorted(map(str, found)))}; transfer those of one device at a time"
+    """Has both sides of this rank send from one device, by the group if it is the sender; tells why that cannot be."""
+    found = source.devices | target.devices
+    if len(found - {_HOST}) > 1:
+        what = f"tensors lie on {', '.join(sorted(map(str, found)))}; transfer those of one accelerator at a time"
         return [Problem("unsupported_tensor", "source and target", what)]
+    device = next(iter(found - {_HOST}), _HOST)
+    source.device = target.device = device
     group = group or (dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
-    for device in found:
-        if is_sender and group is not None and not has_backend(group, device.type):
-            what = f"tensors lie on {device}, from which the group cannot send; pass a group with a backend for it"
-            return [Problem("unsupported_tensor", "source and target", what)]
+    if found and is_sender and group is not None and not has_backend(group, device.type):
+        what = f"tensors lie on {device}, from which the group cannot send; pass a group with a backend for it"
+        return [Problem("unsupported_tensor", "source and target", what)]
     return []
 
 

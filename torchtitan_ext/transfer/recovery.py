@@ -71,7 +71,7 @@ from torchtitan_ext.state.value_digest import digest_value
 from torchtitan_ext.storage import FileReader
 from torchtitan_ext.storage.commit.steps import has_finished, step_of, step_paths
 from torchtitan_ext.transfer.copies import HeldCopies, Replicas, SavedSums
-from torchtitan_ext.transfer.endpoint import Endpoint, describe_endpoint, device_problems, shared_memory_problems
+from torchtitan_ext.transfer.endpoint import Endpoint, choose_device, describe_endpoint, shared_memory_problems
 from torchtitan_ext.transfer.phases import transfer_phases
 from torchtitan_ext.transfer.plan import TransferPlan
 from torchtitan_ext.transfer.recover_report import RecoverReport
@@ -275,7 +275,7 @@ def _offer(job: _Recovery, wanted: Collection[str], phases: Phases, bucket_bytes
     job.source = describe_endpoint("survived", survived, job.layouts, is_filled=False, is_left_out=is_left_out)
     job.target = describe_endpoint("state", job.components.values, job.layouts, is_filled=True, is_left_out=is_left_out)
     problems = [*job.source.problems, *job.target.problems, *_alive_problems(job, phases)]
-    problems += device_problems(job.source, job.target, phases.group, is_sender=True)
+    problems += choose_device(job.source, job.target, phases.group, is_sender=True)
     if not problems:
         problems += shared_memory_problems(job.source, job.target)
     job.entries = describe_state(job.source.values, {}, LayoutRules(job.layouts)).entries

@@ -18,7 +18,7 @@ from torchtitan_ext.errors import check_argument, check_counts
 from torchtitan_ext.layout.layout import ShardOrder
 from torchtitan_ext.ranks.exchange import check_usable
 from torchtitan_ext.transfer.copies import Replicas
-from torchtitan_ext.transfer.endpoint import Endpoint, State, describe_endpoint, device_problems, shared_memory_problems
+from torchtitan_ext.transfer.endpoint import Endpoint, State, choose_device, describe_endpoint, shared_memory_problems
 from torchtitan_ext.transfer.phases import transfer_phases
 from torchtitan_ext.transfer.plan import TransferPlan, TransferResult
 from torchtitan_ext.transfer.planning import Offer, plan_for_all
@@ -85,7 +85,9 @@ def plan_reshard(
         target: What this rank wants filled, in the same forms, of the same global shapes. Its keys must be in the
             source, whose other keys are left alone. Its memory may not be the source's. Of keys with one memory (tied
             weights) the first is filled.
-        group: Ranks of both sides; the default group if left out. Its backends must send tensors of their device.
+        group: Ranks of both sides; the default group if left out. Its backends must send tensors of their device. Where
+            some of a rank's tensors lie on an accelerator, the others (AdamW keeps its steps in host memory) travel by
+            copies there, which are kept with the plan.
         cast: Which changes of dtype are allowed, as in ``LoadPlanner``. The sender converts.
         rename: Keys of the target to keys of the source, as in ``Source``: ``{"model.*": "module.*"}``.
         source_layouts, target_layouts: Sharding orders that placements cannot express, by canonical fqn or glob of each
@@ -116,7 +118,7 @@ def plan_reshard(
         ends["source"] = describe_endpoint("source", source, source_layouts, is_filled=False)
         ends["target"] = describe_endpoint("target", target, target_layouts, is_filled=True)
         problems = [problem for end in ends.values() for problem in end.problems]
-        problems += device_problems(ends["source"], ends["target"], group, is_sender=transport is None)
+        problems += choose_device(ends["source"], ends["target"], group, is_sender=transport is None)
         if not problems:
             problems += shared_memory_problems(ends["source"], ends["target"])
         return Offer(
