@@ -8,7 +8,7 @@ import extent
 import late
 import pytest
 import torch
-from gloo_worlds import WorldPool
+from gloo_worlds import WorldPool, on_a_gpu
 
 # Libraries of Hugging Face ask their hub otherwise, and wait for it where there is no network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -43,8 +43,11 @@ def run_late_world() -> Iterator[Callable[..., list[Any]]]:
 @pytest.fixture(params=["late", pytest.param("cuda", marks=pytest.mark.needs_cuda)])
 def run_on_accelerator(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     """`run_on_accelerator(world_size, function, *args)` calls `function(rank, world_size, device, *args)` per rank."""
-    run = request.getfixturevalue("run_late_world" if request.param == "late" else "run_world")
-    return lambda world_size, function, *args: run(world_size, function, request.param, *args)
+    if request.param == "late":
+        run = request.getfixturevalue("run_late_world")
+        return lambda world_size, function, *args: run(world_size, function, "late", *args)
+    run = request.getfixturevalue("run_world")
+    return lambda world_size, function, *args: run(world_size, on_a_gpu, function, "cuda", *args)
 
 
 def pytest_report_header() -> str:

@@ -6,6 +6,9 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
 
 #include "ops/change_tables.h"
 #include "ops/cuda_block.h"
@@ -119,12 +122,25 @@ __global__ void __launch_bounds__(kTileThreads)
   add_to(counts + entry.tensor, count);
 }
 
-// The device, torch's stream and the number of blocks of a launch.
+// A graph would copy the tables again at each replay, from memory that is gone.
+void refuse_capture(cudaStream_t stream, const char* where) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(stream, &status), where);
+  if (status == cudaStreamCaptureStatusNone) return;
+  throw std::invalid_argument(
+      std::string(where) +
+      ": its tables lie in the host's memory during the call, so it cannot be captured in a CUDA "
+      "graph; call it before or after the capture");
+}
+
+// With the device current, on torch's stream.
 template <typename Launch>
 void on_device(int32_t device_index, const char* where, const Launch& launch) {
   const torch::stable::accelerator::DeviceGuard guard(device_index);
   const CurrentDevice current(device_index, where);
-  launch(current_stream(device_index));
+  const cudaStream_t stream = current_stream(device_index);
+  refuse_capture(stream, where);
+  launch(stream);
   check_cuda(cudaGetLastError(), where);
 }
 

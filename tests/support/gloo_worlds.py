@@ -190,6 +190,12 @@ class WorldPool:
         return results
 
 
+def on_a_gpu(rank: int, world_size: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls `function(rank, world_size, *args)` with a GPU of its own, or one that ranks share if there are fewer."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    return function(rank, world_size, *args)
+
+
 def is_echo(error: BaseException) -> bool:
     """Whether the error only says that another rank is gone."""
     return isinstance(error, RuntimeError) and "onnection" in str(error) and "peer" in str(error)
