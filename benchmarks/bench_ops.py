@@ -1,11 +1,13 @@
 """The ops against a memcpy of the same bytes into warm memory and against the best stock way.
 
-    python benchmarks/bench_ops.py [--threads 1] [--rounds 40] [--only TEXT] [--core build/dev/bench_copy_runs]
+    python benchmarks/bench_ops.py [--threads 1] [--rounds 40] [--only TEXT] [--device cuda]
+        [--core build/dev/bench_copy_runs]
 
 Prints one table and, unless --only chooses cases, writes results/ops_<machine>.json. The contenders of a case take
 turns, round by round, and each keeps its best time: what else the machine does hits all of them, and only ever slows.
 A ratio is memcpy's best time over theirs: above 1 is faster than memcpy. With a GPU the same cases run on it too,
-against a device-to-device copy. The kernel alone, with a ready list of runs, is a program of its own, built by
+against a device-to-device copy, and once more without the host's part: the contenders replayed from CUDA graphs. The
+kernel alone, with a ready list of runs, is a program of its own, built by
 `cmake --build build/dev --target bench_copy_runs`.
 """
 
@@ -29,6 +31,7 @@ from torchtitan_ext.layout.layout import Chunk, LocalShard
 
 MIB = 2**20
 MEMCPY = "memcpy"
+CALLS_IN_A_GRAPH = 10
 Candidates = dict[str, Callable[[], Any]]
 """By name; ours begin with "ours", those that also allocate their result end with "(new memory)"."""
 
@@ -53,6 +56,19 @@ def best_seconds(candidates: Candidates, device: str, rounds: int) -> dict[str, 
         for name, function in candidates.items():
             best[name] = min(best[name], once(function))
     return best
+
+
+def replays(candidates: Candidates) -> Candidates:
+    """The same work as graphs of ten calls each: what the host does between kernels is left out."""
+
+    def replay(function: Callable[[], Any]) -> Callable[[], Any]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(CALLS_IN_A_GRAPH):
+                function()
+        return graph.replay
+
+    return {name: replay(function) for name, function in candidates.items()}
 
 
 def memcpy(dst: Tensor, src: Tensor) -> Callable[[], Any]:
@@ -192,6 +208,7 @@ CASES = [
 def run_case(case: Case, device: str, rounds: int) -> dict[str, Any]:
     candidates, num_bytes = case.make(device)
     seconds = best_seconds(candidates, device, rounds if num_bytes > MIB * 16 else 20 * rounds)
+    kernels = {} if device == "cpu" else best_seconds(replays(candidates), device, rounds)
     ratios = {name: seconds[MEMCPY] / best for name, best in seconds.items()}
     stock = {n: r for n, r in ratios.items() if not n.startswith(("ours", MEMCPY)) and not n.endswith("(new memory)")}
     best_stock = max(stock, key=lambda name: stock[name], default=None)
@@ -202,6 +219,9 @@ def run_case(case: Case, device: str, rounds: int) -> dict[str, Any]:
     told = {True: "yes", False: "no"}[reached] if has_goal else ""
     stock_told = "" if best_stock is None else f"{stock[best_stock]:.2f} {best_stock}"
     print(f"{device:5}{case.name:30} {ratios['ours']:5.2f}  {goal:10} {told:8} {stock_told}", flush=True)
+    if kernels:
+        others = {name: kernels[MEMCPY] / best for name, best in kernels.items() if name != MEMCPY}
+        print("       replayed: " + ", ".join(f"{ratio:.2f} {name}" for name, ratio in others.items()), flush=True)
     return {
         "num_bytes": num_bytes,
         "ratio_to_memcpy": round(ratios["ours"], 3),
@@ -210,6 +230,7 @@ def run_case(case: Case, device: str, rounds: int) -> dict[str, Any]:
         "best_stock": best_stock,
         "ratio_to_best_stock": None if to_stock is None else round(to_stock, 2),
         "best_ms": {name: round(best * 1e3, 4) for name, best in seconds.items()},
+        "replayed_ms": {name: round(best * 1e3 / CALLS_IN_A_GRAPH, 4) for name, best in kernels.items()},
     }
 
 
@@ -236,12 +257,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--only", default="", help="cases whose name contains this; writes no file")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="by default both, where there is a GPU")
     parser.add_argument("--core", type=Path, default=Path("build/dev/bench_copy_runs"))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     print(f"{'ratios to memcpy':35} {'ours':>5}  {'goal':10} {'reached':8} best stock way into warm memory")
     results: dict[str, Any] = {}
-    for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
+    there = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    for device in there if arguments.device is None else [arguments.device]:
         with torch.no_grad():
             results[device] = {
                 case.name: run_case(case, device, arguments.rounds) for case in CASES if arguments.only in case.name
