@@ -25,8 +25,8 @@ PAGES_WITH_JOBS = ("layouts.md", "recover.md", "hugging_face.md")
 WITH_EXAMPLES = "".join((ROOT / "docs" / "use" / page).read_text() for page in PAGES_WITH_JOBS)
 EXAMPLES = re.findall(r"```python\n# torchrun --nproc-per-node (\d+)\n(.*?)```", WITH_EXAMPLES, re.S)
 ROOMS = (
-    *("", ".checkpoint", ".delta", ".elastic", ".errors", ".layout", ".metrics", ".ops", ".storage", ".sync"),
-    *(".transfer", ".transforms", ".transforms.models"),
+    *("", ".checkpoint", ".delta", ".elastic", ".errors", ".layout", ".metrics", ".ops", ".runs", ".storage"),
+    *(".sync", ".transfer", ".transforms", ".transforms.models"),
 )
 
 

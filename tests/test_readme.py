@@ -52,6 +52,16 @@ def launch_as_shown(folder: Path, script: str) -> None:
     assert done.stdout == shown
 
 
+def test_a_run_goes_on_with_other_ranks(tmp_path: Path) -> None:
+    commands = re.findall(r"\$ torchrun --nproc-per-node (\d+) train.py\n(.*\n)", README)
+    assert [ranks for ranks, _ in commands] == ["2", "3"]
+    for ranks, shown in commands:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+        done = run(tmp_path / "train.py", block_with("# train.py", README), *launcher)
+        assert done.returncode == 0 or GLOO_AT_EXIT in done.stderr, done.stderr[-3000:]
+        assert done.stdout == shown
+
+
 @pytest.mark.sampled(0.2, "programs of README")
 def test_weights_go_to_hugging_face_and_come_back(tmp_path: Path) -> None:
     launch_as_shown(tmp_path, "weights.py")

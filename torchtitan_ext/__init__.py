@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torchtitan_ext import elastic, errors, ops
     from torchtitan_ext import layout as layout
     from torchtitan_ext import ranks as ranks
+    from torchtitan_ext import runs as runs
     from torchtitan_ext import state as state
     from torchtitan_ext import storage as storage
     from torchtitan_ext import sync as sync
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from torchtitan_ext.integrations.install import install, installed, uninstall
     from torchtitan_ext.layout import ShardOrder
     from torchtitan_ext.offline.dry_run.run import dry_run
+    from torchtitan_ext.runs import CheckpointManager
     from torchtitan_ext.state.flat_buffer import flatten_state_dict, unflatten_state_dict
     from torchtitan_ext.storage import FileReader, FileWriter, latest
     from torchtitan_ext.sync import broadcast_tensors, sync_module_states
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointManager",
     "FileReader",
     "FileWriter",
     "LoadPlanner",
@@ -69,9 +72,10 @@ __all__ = [
 ]
 
 # Rooms that are reached by attribute too, as after ``import torchtitan_ext.sync``.
-_ROOMS = ("checkpoint", "delta", "layout", "ranks", "state", "storage", "sync", "transfer", "transforms")
+_ROOMS = ("checkpoint", "delta", "layout", "ranks", "runs", "state", "storage", "sync", "transfer", "transforms")
 
 _MODULE_OF = {
+    "CheckpointManager": "runs",
     **dict.fromkeys(("LoadPlanner", "SavePlanner", "async_save", "load", "save"), "checkpoint"),
     **dict.fromkeys(("distribute_tensor", "full_tensor"), "full_tensors"),
     **dict.fromkeys(("get_full_state_dict", "set_full_state_dict"), "full_state_dicts"),

@@ -53,6 +53,7 @@ from torchtitan_ext.errors import SavedOverError, WrongValueError, argument_erro
 from torchtitan_ext.metrics import begin_trace
 from torchtitan_ext.state.plain_value import check_classes
 from torchtitan_ext.storage.commit.branch import Branch
+from torchtitan_ext.storage.runs.retention import Keep
 from torchtitan_ext.storage.weights.writer import MAX_FILE_BYTES
 from torchtitan_ext.transforms.rules import Transform
 
@@ -71,7 +72,7 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     timeout_seconds: float = TIMEOUT_SECONDS,
-    keep: int | None = None,
+    keep: int | Keep | None = None,
     step_pattern: str | None = None,
     branch: Branch = "set_aside",
     trace: str | os.PathLike[str] | None = None,
@@ -96,7 +97,7 @@ def save(
         no_dist: Save from this process alone.
         timeout_seconds: How long a rank waits for the others in each phase.
         keep: How many whole checkpoints of the run stay, where ``path`` is ``<run>/step-<number>``. Older steps are
-            removed after the commit of this one, from which they are counted.
+            removed after the commit of this one, from which they are counted; some stay for good by ``runs.Keep``.
         step_pattern: How the run names its steps, as in ``load``.
         branch: What becomes of steps of the run above this one, which it has where it was set back: ``"set_aside"``
             moves them to ``<run>/abandoned`` after the commit, with a warning, and loads pass over them; ``"keep"``
@@ -336,7 +337,7 @@ def async_save(
     storage_writer: StorageWriter | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
-    keep: int | None = None,
+    keep: int | Keep | None = None,
     step_pattern: str | None = None,
     branch: Branch = "set_aside",
     trace: str | os.PathLike[str] | None = None,

@@ -276,10 +276,12 @@ class NoCheckpointError(TorchtitanExtError, RuntimeError):
     Attributes:
         run: The directory of the run.
         detail: What was asked for and what is there.
+        has_steps: Whether the run has finished checkpoints at all: others than asked for, or damaged ones.
     """
 
     run: str
     detail: str
+    has_steps: bool = True
 
     def __str__(self) -> str:
         return f"load: {self.run} {self.detail}"

@@ -42,7 +42,7 @@ from torchtitan_ext.integrations.torchtitan_flags import Options, in_flags, with
 from torchtitan_ext.integrations.torchtitan_train_state import RunTrainState
 from torchtitan_ext.storage.commit.branch import abandoned_steps, finished_steps
 from torchtitan_ext.storage.commit.steps import folders_in_fallback, is_absent
-from torchtitan_ext.storage.runs.retention import old_steps
+from torchtitan_ext.storage.runs.retention import Keep, old_steps
 from torchtitan_ext.storage.weights.writer import SafetensorsWriter
 
 try:
@@ -339,7 +339,7 @@ class ElasticCheckpointManager(CheckpointManager):
             if not self._is_refused:  # else fewer whole steps would be left than torchtitan counts
                 super()._purge_stale_checkpoints()
         elif self._latest_save is not None and self._should_purge():
-            for path in old_steps(self._latest_save, self.keep_latest_k):
+            for path in old_steps(self._latest_save, Keep(self.keep_latest_k)):
                 self.purge_queue.put(str(path))
 
 

@@ -26,6 +26,7 @@ from torchtitan_ext.ranks.side_group import can_have_side_group
 from torchtitan_ext.storage.checkpoint_files import is_local
 from torchtitan_ext.storage.commit.branch import Branch
 from torchtitan_ext.storage.commit.steps import StepPattern, folders_in_fallback, step_of
+from torchtitan_ext.storage.runs.retention import Keep
 from torchtitan_ext.storage.weights.writer import MAX_FILE_BYTES
 from torchtitan_ext.transforms.rules import Transform
 
@@ -173,17 +174,19 @@ def check_branch(operation: str, branch: Any, path: Any, storage_writer: Any) ->
         )
 
 
-def check_keep(keep: Any, path: str | os.PathLike[str] | None, pattern: Any = None, reuse: Any = None) -> None:
-    """Raises TypeError or ValueError unless ``keep`` is a number of steps and ``path`` a step of a run."""
+def checked_keep(keep: Any, path: str | os.PathLike[str] | None, pattern: Any = None, reuse: Any = None) -> Keep | None:
+    """What stays of a run; raises TypeError or ValueError unless ``path`` is a step of one."""
     _check_pattern("save", pattern)
     if keep is None:
         if pattern is not None and reuse != "latest":
             raise ValueError(f"save: got step_pattern={pattern!r} and no keep, expected how many steps stay")
-        return
-    if isinstance(keep, bool) or not isinstance(keep, int):
-        raise argument_error("save", "keep", keep, "a whole number")
-    if keep < 1:
-        raise ValueError(f"save: got keep={keep}, expected at least 1")
+        return None
+    kept = keep if isinstance(keep, Keep) else Keep(keep)
+    for name, number in (("keep", kept.newest), ("keep_every", 1 if kept.every is None else kept.every)):
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise argument_error("save", name, number, "a whole number")
+        if number < 1:
+            raise ValueError(f"save: got {name}={number}, expected at least 1")
     if path is not None and not is_local(path):
         raise WrongValueError(
             f"save: got keep={keep} and {str(path)!r}, expected a directory: steps at a URL are not removed; leave "
@@ -192,6 +195,7 @@ def check_keep(keep: Any, path: str | os.PathLike[str] | None, pattern: Any = No
     if path is None or step_of(path, pattern) is None:
         name = "step-<number>" if pattern is None else pattern
         raise ValueError(f"save: got keep={keep} and the path {str(path)!r}, expected a directory <run>/{name}")
+    return kept
 
 
 def check_fingerprints(operation: str, fingerprints: Any, path: Any, storage_writer: Any) -> None:

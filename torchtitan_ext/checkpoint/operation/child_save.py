@@ -28,6 +28,7 @@ from torchtitan_ext.errors import CheckpointFailedError, LostRankError, StateRef
 from torchtitan_ext.ranks.side_group import GroupOffer, known_to_all
 from torchtitan_ext.ranks.store_address import StoreAddress, address_of_default_store
 from torchtitan_ext.storage.commit.branch import remember_step
+from torchtitan_ext.storage.runs.retention import Keep
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class SaveRequest:
     path: str | os.PathLike[str] | None
     writer: StorageWriter
     planner: StockSavePlanner
-    keep: int | None
+    keep: int | Keep | None
     step_pattern: str | None
     timeout_seconds: float
     state: SharedState

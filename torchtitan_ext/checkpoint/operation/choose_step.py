@@ -69,7 +69,8 @@ def choose_step(
         return found.finished[number]
     wanted = "no finished checkpoint" if step == "latest" else f"no finished checkpoint of step {step}"
     listed = _listed(found.finished, found.unfinished, found.reason)
-    raise NoCheckpointError(str(run), f"has {wanted}: {listed}{_aside(runs, number, pattern, phases)}")
+    detail = f"has {wanted}: {listed}{_aside(runs, number, pattern, phases)}"
+    raise NoCheckpointError(str(run), detail, has_steps=bool(found.finished))
 
 
 def _step_at_url(run: str, step: Step, others: Sequence[Path], phases: Phases, pattern: str | None) -> Path | str:
@@ -83,7 +84,8 @@ def _step_at_url(run: str, step: Step, others: Sequence[Path], phases: Phases, p
     number = step if isinstance(step, int) else max(steps, default=None)
     if number is None or number not in steps:
         wanted = f"no finished checkpoint of step {step}" if isinstance(step, int) else "no finished checkpoint"
-        raise NoCheckpointError(run, f"has {wanted}: {_listed(steps, own.unfinished, '')}")
+        detail = f"has {wanted}: {_listed(steps, own.unfinished, '')}"
+        raise NoCheckpointError(run, detail, has_steps=bool(steps))
     if number not in own.finished and not isinstance(step, int) and not (own.finished or own.unfinished):
         raise AbsentRunError(run, str(local[number].parent), number)
     return steps[number]
@@ -133,7 +135,7 @@ def _last_good(run: Path, found: _Found, phases: Phases) -> Path:
                 return path
         skipped.append(f"step {number}: {reason}")
     reasons = "; ".join(skipped[:_MAX_LISTED]) or f"it has no step at all{found.reason}"
-    raise NoCheckpointError(str(run), f"has no good checkpoint: {reasons}")
+    raise NoCheckpointError(str(run), f"has no good checkpoint: {reasons}", has_steps=bool(found.finished))
 
 
 def _aside(runs: Sequence[Path], number: int | None, pattern: str | None, phases: Phases) -> str:

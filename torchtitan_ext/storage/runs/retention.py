@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_ext.errors import warn
@@ -24,6 +25,23 @@ from torchtitan_ext.storage.metadata.saved_metadata import ranks_with_metadata
 from torchtitan_ext.storage.runs.remote_steps import remote_steps
 
 
+@dataclass(frozen=True)
+class Keep:
+    """Which steps of a run stay when a new one is saved.
+
+    Attributes:
+        newest: How many of the newest whole ones, that one among them.
+        every: And for good each step whose number is a multiple of this.
+    """
+
+    newest: int
+    every: int | None = None
+
+    def for_good(self, step: int) -> bool:
+        """Whether a step stays, however old it gets."""
+        return self.every is not None and step % self.every == 0
+
+
 def latest(run_dir: str | os.PathLike[str], *, step_pattern: str | None = None) -> Path | str | None:
     """The newest finished step of a run, of the branch of its last commit; ``None`` without one. Not collective.
 
@@ -41,30 +59,31 @@ def latest(run_dir: str | os.PathLike[str], *, step_pattern: str | None = None) 
     return steps[max(steps)] if steps else None
 
 
-def remove_old_steps(saved: Path, keep: int, pattern: str | None = None) -> None:
-    """Removes checkpoints older than the ``keep`` newest whole ones of a run, counted from the one just saved.
+def remove_old_steps(saved: Path, keep: Keep, pattern: str | None = None) -> None:
+    """Removes checkpoints older than the newest whole ones of a run, counted from the one just saved.
 
     A checkpoint that cannot be removed stays, with a warning.
 
     Args:
         saved: The checkpoint that was just saved.
-        keep: Number of whole checkpoints to keep. A checkpoint that is not whole does not count.
+        keep: What stays. A checkpoint that is not whole does not count among the newest.
         pattern: How the run names its steps; by default the known pattern that the name of ``saved`` matches.
     """
     for path in old_steps(saved, keep, pattern):
         remove_step(path)
 
 
-def old_steps(saved: Path, keep: int, pattern: str | None = None) -> list[Path]:
+def old_steps(saved: Path, keep: Keep, pattern: str | None = None) -> list[Path]:
     """The checkpoints that ``remove_old_steps`` removes.
 
-    ``saved`` counts as whole, also if its save still runs: with a ``keep`` of 2 or more a whole checkpoint remains if
-    that save fails.
+    ``saved`` counts as whole, also if its save still runs: if two or more stay, a whole checkpoint remains if that save
+    fails.
     """
     run, own, pattern = Path(os.path.abspath(saved)).parent, step_of(saved, pattern), own_pattern(saved, pattern)
     try:
         paths = step_paths(run, pattern)
-        return [paths[number] for number in steps_beyond(run, keep, own, pattern)]
+        beyond = steps_beyond(run, keep.newest, own, pattern)
+        return [paths[number] for number in beyond if not keep.for_good(number)]
     except OSError as error:
         warn(f"old steps of {run} stay: they cannot be listed ({error})")
         return []

@@ -1,0 +1,347 @@
+"""`CheckpointManager`: a run goes on from its newest good step as if it had never stopped, and keeps what it should."""
+
+import errno
+import random
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from extent import num_cases
+from models import BY_NAME, EVEN, UNEVEN, build_model, build_optimizer, build_whole, differences, leaves, take_steps
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+import torchtitan_ext as tte
+from torchtitan_ext.errors import CheckpointFailedError, MissingStateError, NoCheckpointError
+from torchtitan_ext.runs.objects import _FLAT
+from torchtitan_ext.storage.native import file_writer
+
+Manager = tte.CheckpointManager
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"w": torch.full((300, 20), float(step)), "step": step}
+
+
+def resumed(manager: Manager) -> int:
+    """What the run resumes at, with a look at what it has loaded."""
+    state = state_of(0)
+    step = manager.resume(state)
+    assert state["step"] == step and bool(state["w"].eq(step).all())
+    return step
+
+
+def damage(step: Path) -> None:
+    file = max((path for path in step.iterdir() if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_run_stops_and_goes_on(tmp_path: Path, asynchronous: bool) -> None:
+    run = tmp_path / "run"
+    with Manager(run, every=2, keep=2, asynchronous=asynchronous) as manager:
+        assert resumed(manager) == 0 and manager.report is None and manager.wait() is None
+        assert (manager.steps(), manager.latest) == ([], None)
+        for step in range(1, 10):
+            if manager.should_save(step):
+                manager.save(state_of(step), step)
+        result = manager.wait()
+        assert result is not None and Path(result.path) == run / "step-8"
+        assert (manager.steps(), manager.latest) == ([6, 8], 8)
+    with Manager(run, asynchronous=asynchronous) as manager:
+        assert resumed(manager) == 8
+        assert "saved by 1 rank, loaded by 1 rank" in str(manager.report)
+        assert [step for step in range(20) if manager.should_save(step)] == []
+    with pytest.raises(ValueError, match="the manager is closed; make a new one"):
+        manager.resume(state_of(0))
+
+
+def test_steps_that_stay_for_good(tmp_path: Path) -> None:
+    with Manager(tmp_path, keep=2, keep_every=10) as manager:
+        for step in range(5, 45, 5):
+            manager.save(state_of(step), step)
+    assert manager.steps() == [10, 20, 30, 35, 40]
+
+
+def test_damaged_steps_are_passed_over(tmp_path: Path) -> None:
+    with Manager(tmp_path, asynchronous=False) as manager:
+        for step in (1, 2, 3):
+            manager.save(state_of(step), step)
+        damage(tmp_path / "step-3")
+        with pytest.warns(UserWarning, match="step 2 is loaded, 1 newer skipped: step 3"):
+            assert resumed(manager) == 2
+        damage(tmp_path / "step-2")
+        damage(tmp_path / "step-1")
+        with pytest.raises(NoCheckpointError, match="has no good checkpoint: step 3"):
+            manager.resume(state_of(0))
+        (tmp_path / "other" / "step-4").mkdir(parents=True)  # a save that never finished
+        assert Manager(tmp_path / "other").resume(state_of(0)) == 0
+
+
+def test_the_error_of_a_pending_save_is_raised_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager, write = Manager(tmp_path), file_writer.FileWriter.write_data
+
+    def refuse(*args: Any) -> None:
+        raise OSError("no space")
+
+    for call in (lambda: manager.save(state_of(2), 2), manager.wait, manager.close):
+        monkeypatch.setattr(file_writer.FileWriter, "write_data", refuse)
+        manager.save(state_of(1), 1)
+        with pytest.raises(CheckpointFailedError, match="no space"):
+            call()
+        monkeypatch.setattr(file_writer.FileWriter, "write_data", write)
+        if call != manager.close:
+            manager.save(state_of(3), 3)
+            assert manager.wait() is not None and manager.steps() == [3]
+    monkeypatch.setattr(file_writer.FileWriter, "write_data", refuse)
+    with pytest.raises(KeyError, match="training"):  # which is not hidden by the save that failed
+        with Manager(tmp_path) as manager:
+            manager.save(state_of(4), 4)
+            raise KeyError("training")
+    assert "the last save failed too" in caplog.text and "no space" in caplog.text
+
+
+def test_a_save_that_waits_for_the_one_before_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write, may_go_on = file_writer.FileWriter.write_data, threading.Event()
+
+    def wait_and_write(*args: Any) -> Any:
+        assert may_go_on.wait(60)
+        return write(*args)
+
+    monkeypatch.setattr(file_writer.FileWriter, "write_data", wait_and_write)
+    monkeypatch.setattr(tte.runs.checkpoint_manager, "_TOLD_SECONDS", 0.1)
+    with Manager(tmp_path) as manager:
+        manager.save(state_of(1), 1)
+        threading.Timer(0.5, may_go_on.set).start()
+        manager.save(state_of(2), 2)
+    assert "the save of step 2 waited 0." in caplog.text and "for that of step 1" in caplog.text
+    assert manager.steps() == [1, 2]
+
+
+def test_where_storage_refuses_saves_go_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, fallback = tmp_path / "run", tmp_path / "fallback"
+    with Manager(run, fallback=fallback, asynchronous=False) as manager:
+        manager.save(state_of(1), 1)
+        write = file_writer.FileWriter.write_data
+
+        def refuse_the_run(writer: Any, *args: Any) -> Any:
+            if Path(writer.path).is_relative_to(run):
+                raise OSError(errno.ENOSPC, "no space")
+            return write(writer, *args)
+
+        monkeypatch.setattr(file_writer.FileWriter, "write_data", refuse_the_run)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            manager.save(state_of(2), 2)
+        result = manager.wait()
+        assert result is not None and Path(result.path).is_relative_to(fallback)
+        assert manager.steps() == [1, 2] and resumed(manager) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"every": 0}, "got every=0, expected at least 1"),
+        ({"keep": True}, "got keep=True, expected a whole number"),
+        ({"keep_every": 5}, "got keep_every=5 and no keep: all steps stay"),
+        ({"step_pattern": "epoch=*-step={step}"}, "expected one without stars"),
+        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])}, "whose parameters no one module"),
+        ({"asynchronous": False, "stager": tte.checkpoint.CpuStager()}, "got a stager and asynchronous=False"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_wrong_arguments(tmp_path: Path, arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=told):
+        Manager(tmp_path, **arguments)
+
+
+def test_wrong_calls(tmp_path: Path) -> None:
+    manager = Manager(tmp_path, w=torch.ones(3))
+    for call, told in (
+        (lambda: manager.save({"w": torch.ones(1)}, 1), "got 'w' in the state and as an object"),
+        (lambda: manager.save(), "got step=None, expected the number of a step"),
+        (lambda: manager.save(step=0), "got step=0, expected the number of a step of at least 1"),
+        (lambda: manager.save(7), "save\\(step=step\\) of objects"),
+        (lambda: Manager(tmp_path).resume(), "got neither a state nor objects"),
+        (lambda: Manager(tmp_path).resume([1]), "got state="),
+    ):
+        with pytest.raises((TypeError, ValueError), match=told):
+            call()
+
+
+def test_the_program_of_the_page_goes_on(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "use" / "resume.md").read_text()
+    program = page.split("```python\n")[1].split("```")[0].replace("/tmp/small", str(tmp_path))
+    for shown in (
+        "trained to step 10, kept [5, 10]",
+        "trained to step 20, kept [15, 20]",
+        "step 30, kept [20, 25, 30]",
+    ):
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert done.returncode == 0 and shown in done.stdout, done.stdout + done.stderr
+
+
+# ---- models and optimizers as objects ----
+
+
+def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=_FLAT),
+    }
+
+
+def train_on(rank: int, world_size: int, layout: str, path: Path, at: int, until: int) -> list[str]:
+    """One job: resumes and trains. Compared with a run in one process that knows no checkpoints."""
+    sizes = EVEN if "dim1" in layout else UNEVEN
+    model = build_model(BY_NAME[layout], sizes, seed=0 if at == 0 else 7)
+    optimizer = build_optimizer(model, lr=0.01 if at == 0 else 0.5)
+    truth = build_whole(sizes)
+    truth_optimizer = build_optimizer(truth, lr=0.01)
+    with Manager(path, every=2, keep=2, model=model, optimizer=optimizer) as manager:
+        assert manager.resume() == at
+        for step in range(1, until + 1):
+            take_steps(truth, truth_optimizer, 1)
+            if step > at:
+                take_steps(model, optimizer, 1)
+                if manager.should_save(step):
+                    manager.save(step=step)
+    return differences(states(model, optimizer), dict(leaves(states(truth, truth_optimizer))))
+
+
+def test_a_model_and_its_optimizer_go_on_on_other_meshes(run_world: Callable[..., Any], tmp_path: Path) -> None:
+    """A fresh optimizer each time, and a learning rate that is not the run's."""
+    at = 0
+    for layout in ("fsdp2_tp2", "fsdp2", "hsdp2x2_tp2", "tp4"):
+        size = BY_NAME[layout].world_size
+        assert run_world(size, train_on, layout, tmp_path, at, at + 2) == [[]] * size
+        at += 2
+
+
+def test_stages_of_a_pipeline_share_one_state(tmp_path: Path) -> None:
+    def made(seed: int) -> tuple[nn.Module, list[nn.Module], list[torch.optim.Optimizer]]:
+        torch.manual_seed(seed)
+        whole = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(3, 2))
+        stages = [nn.ModuleDict({"0": whole[0]}), nn.ModuleDict({"1": whole[1], "2": whole[2]})]
+        return whole, stages, [torch.optim.AdamW(stage.parameters(), lr=0.1) for stage in stages]
+
+    whole, stages, optimizers = made(0)
+    for step in range(3):
+        for number, param in enumerate(whole.parameters()):
+            param.grad = torch.full_like(param, 0.1 * (number + step))
+        for optimizer in optimizers:
+            optimizer.step()
+    with Manager(tmp_path, model=stages, optimizer=optimizers) as manager:
+        manager.save(step=3)
+    other, _, _ = made(1)
+    joined = torch.optim.AdamW(other.parameters(), lr=0.7)
+    assert Manager(tmp_path, model=other, optimizer=joined).resume() == 3
+    again, parts, several = made(2)
+    assert Manager(tmp_path, model=parts, optimizer=several).resume() == 3
+    for model in (other, again):
+        assert all(torch.equal(*pair) for pair in zip(model.parameters(), whole.parameters(), strict=True))
+    assert joined.param_groups[0]["lr"] == 0.1
+    moments = [optimizer.state[param]["exp_avg"] for optimizer in optimizers for param in optimizer.state]
+    for found in ([joined], several):
+        got = [optimizer.state[param]["exp_avg"] for optimizer in found for param in optimizer.state]
+        assert all(torch.equal(*pair) for pair in zip(got, moments, strict=True))
+
+
+def test_a_refused_resume_leaves_a_fresh_optimizer_fresh(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Manager(tmp_path, model=model, optimizer=optimizer) as manager:
+        with pytest.raises(ValueError, match="optimizer has taken no step and has no state yet"):
+            manager.save(step=1)
+        model.weight.grad, model.bias.grad = torch.ones(2, 3), torch.ones(2)
+        optimizer.step()
+        manager.save(step=1)
+    other = nn.Linear(3, 2)
+    before = [param.clone() for param in other.parameters()]
+    fresh = torch.optim.AdamW(other.parameters())
+    with pytest.raises(MissingStateError, match="schedule"):
+        Manager(tmp_path, model=other, optimizer=fresh, schedule=torch.ones(1)).resume()
+    assert not fresh.state and all(torch.equal(*pair) for pair in zip(other.parameters(), before, strict=True))
+    assert Manager(tmp_path, model=other, optimizer=fresh).resume() == 1
+    assert torch.equal(other.weight, model.weight) and float(fresh.state[other.weight]["step"]) == 1
+
+
+# ---- random runs against a plain account of them ----
+
+
+class Account:
+    """What a run must have: by step whether its files are whole. No step is lost or kept but by the rules of `keep`."""
+
+    def __init__(self, keep: int | None, keep_every: int | None) -> None:
+        self.keep, self.keep_every = keep, keep_every
+        self.whole: dict[int, bool] = {}
+
+    def save(self, step: int) -> None:
+        self.whole = {other: is_whole for other, is_whole in self.whole.items() if other < step}  # a run set back
+        self.whole[step] = True
+        if self.keep is None:
+            return
+        newest = [other for other in sorted(self.whole, reverse=True) if self.whole[other]][: self.keep]
+        limit = newest[-1] if len(newest) == self.keep else 0
+        for other in [other for other in self.whole if other < limit]:
+            if self.keep_every is None or other % self.keep_every:
+                del self.whole[other]
+
+    @property
+    def good(self) -> int | None:
+        return max((step for step, is_whole in self.whole.items() if is_whole), default=None)
+
+
+def random_run(rank: int, world_size: int, seeds: list[int], folder: Path) -> list[str]:
+    wrong = []
+    for seed in seeds:
+        draw = random.Random(seed)
+        every, keep = draw.choice([1, 2, 5]), draw.choice([None, 1, 2, 3])
+        account = Account(keep, None if keep is None else draw.choice([None, 4, 10]))
+        run = folder / f"{world_size} {seed}"
+        for job in range(4):
+            options = {"keep": keep, "keep_every": account.keep_every, "asynchronous": draw.random() < 0.5}
+            with warnings.catch_warnings(), Manager(run, every=every, **options) as manager:
+                warnings.simplefilter("ignore")
+                if account.whole and account.good is None:
+                    try:
+                        manager.resume(state_of(0))
+                        wrong.append(f"seed {seed}, job {job}: resumed from damaged files")
+                    except NoCheckpointError:
+                        break
+                step = resumed(manager)
+                if step != (account.good or 0):
+                    wrong.append(f"seed {seed}, job {job}: resumed at {step}, expected {account.good}")
+                for next_step in range(step + 1, step + draw.randrange(1, 12)):
+                    if manager.should_save(next_step):
+                        manager.save(state_of(next_step), next_step)
+                        account.save(next_step)
+                manager.wait()
+                if world_size > 1:
+                    torch.distributed.barrier()  # one rank removes old steps
+                if manager.steps() != sorted(account.whole):
+                    wrong.append(f"seed {seed}, job {job}: has {manager.steps()}, expected {sorted(account.whole)}")
+            for step in sorted(account.whole, reverse=True)[: draw.choice([0, 0, 1, 2])]:
+                if account.whole[step] and rank == 0:
+                    damage(run / f"step-{step}")
+                account.whole[step] = False
+            if world_size > 1:
+                torch.distributed.barrier()
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_random_runs(run_world: Callable[..., Any], tmp_path: Path, world_size: int) -> None:
+    assert run_world(world_size, random_run, list(range(num_cases(20))), tmp_path) == [[]] * world_size

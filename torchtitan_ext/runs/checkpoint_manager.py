@@ -1,0 +1,294 @@
+"""The checkpoints of a run: go on from the newest good one, save now and then without waiting, keep a few."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from torchtitan_ext.checkpoint import CpuStager, LoadReport, SaveResult, async_save, load, save
+from torchtitan_ext.checkpoint.operation.arguments import OnStorageError
+from torchtitan_ext.checkpoint.operation.choose_step import choose_step
+from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases, checking_arguments
+from torchtitan_ext.checkpoint.operation.unasked import raise_unasked
+from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy
+from torchtitan_ext.errors import NoCheckpointError, WrongValueError, argument_error, check_argument
+from torchtitan_ext.runs.objects import Optimizers, as_components, is_object
+from torchtitan_ext.storage.checkpoint_files import is_local
+from torchtitan_ext.storage.commit.branch import abandoned_steps, finished_steps
+from torchtitan_ext.storage.commit.steps import STEP, StepPattern, step_of
+from torchtitan_ext.storage.runs.remote_steps import remote_steps
+from torchtitan_ext.storage.runs.retention import Keep
+
+logger = logging.getLogger(__name__)
+
+# From here on a wait for the save before is told: it is one that a trainer notices.
+_TOLD_SECONDS = 1.0
+
+
+class CheckpointManager:
+    """The checkpoints of one run: ``<run>/step-<number>``. Methods are collective, but ``should_save`` and ``steps``.
+
+    Args:
+        run: Directory of the run.
+        every: Which steps ``should_save`` names: multiples of it.
+        keep: How many of the newest whole steps stay; all by default. Older ones are removed after each commit.
+        keep_every: Steps that are multiples of it stay for good; goes with ``keep``.
+        asynchronous: Whether ``save`` returns when the state is copied to host memory, which is kept from save to save.
+        stager: That copies it; by default a ``CpuStager`` of the manager's own.
+        on_error, fallback, retries, max_failures: What becomes of a save that storage refuses, as in ``tte.save``.
+        reuse: Whether what has not changed since the latest step is linked, not written again.
+        fingerprints: Whether saves store fingerprints of their chunks.
+        prove: Whether ``resume`` compares what it has loaded with these fingerprints.
+        policy: What ``resume`` does with each component, and about missing and unexpected keys.
+        step_pattern: How the run names its steps, as in ``tte.load``.
+        process_group: The ranks of the run; all by default.
+        timeout_seconds: How long a rank waits for the others in each phase.
+        objects: What is saved and filled, by the names of its components: models (a list of the stages of a pipeline),
+            optimizers (one for each module), and all that a state dict takes, such as schedulers and data loaders.
+
+    Attributes:
+        report: What the last ``resume`` did; ``None`` where it found an empty run.
+
+    Raises:
+        TypeError, ValueError: An argument makes no sense.
+
+    Example:
+        >>> manager = tte.CheckpointManager("/ckpt/llama", every=500, keep=3, model=model, optimizer=optimizer)
+        >>> step = manager.resume()
+        >>> while step < last:
+        ...     step += 1
+        ...     train(step)
+        ...     if manager.should_save(step):
+        ...         manager.save(step=step)
+        >>> manager.close()
+    """
+
+    def __init__(
+        self,
+        run: str | os.PathLike[str],
+        *,
+        every: int | None = None,
+        keep: int | None = None,
+        keep_every: int | None = None,
+        asynchronous: bool = True,
+        stager: CpuStager | None = None,
+        on_error: Literal["raise", "warn"] = "raise",
+        fallback: str | os.PathLike[str] | None = None,
+        retries: int = 0,
+        max_failures: int = 3,
+        reuse: bool = False,
+        fingerprints: bool = False,
+        prove: bool = False,
+        policy: ElasticPolicy | None = None,
+        step_pattern: str | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        **objects: Any,
+    ) -> None:
+        with checking_arguments("CheckpointManager", process_group):
+            check_argument("CheckpointManager", "run", run, (str, os.PathLike), "a directory")
+            for name, number in (("every", every), ("keep", keep), ("keep_every", keep_every)):
+                _check_count(name, number)
+            if keep_every is not None and keep is None:
+                raise WrongValueError(f"CheckpointManager: got keep_every={keep_every} and no keep: all steps stay")
+            if stager is not None and not asynchronous:
+                raise WrongValueError("CheckpointManager: got a stager and asynchronous=False, expected one of them")
+            self._name_of = STEP.text if step_pattern is None else StepPattern(step_pattern).text
+            if "*" in self._name_of:
+                raise WrongValueError(
+                    f"CheckpointManager: got step_pattern={step_pattern!r}, expected one without stars"
+                )
+            self._components = as_components(objects)
+        self.run = os.path.abspath(run) if is_local(run) else os.fspath(run)
+        self.every = every
+        self.report: LoadReport | None = None
+        self._group = process_group
+        self._timeout_seconds = timeout_seconds
+        self._pattern = step_pattern
+        self._fallback = fallback
+        self._policy = ElasticPolicy() if policy is None else policy
+        self._prove = prove
+        self._stager = CpuStager() if asynchronous and stager is None else stager
+        self._options: dict[str, Any] = {
+            "process_group": process_group,
+            "timeout_seconds": timeout_seconds,
+            "keep": None if keep is None else Keep(keep, keep_every),
+            "step_pattern": None if keep is None and not reuse else step_pattern,
+            "on_error": on_error,
+            "fallback": fallback,
+            "retries": retries,
+            "max_failures": max_failures,
+            "fingerprints": fingerprints,
+            "reuse": "latest" if reuse else None,
+        }
+        self._pending: tuple[int, Future[SaveResult]] | None = None
+        self._last: SaveResult | None = None
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"CheckpointManager({self.run!r})"
+
+    def resume(self, state: dict[str, Any] | None = None) -> int:
+        """Fills the objects, and a state dict, from the newest step of the run whose files are all whole.
+
+        Newer ones that are damaged are passed over, with a warning that names them. Of a run at a URL, where files have
+        no checksums, it is the newest step. ``report`` says what became of each component.
+
+        Returns:
+            The number of that step; 0 where the run has no step yet, and nothing was touched.
+
+        Raises:
+            NoCheckpointError: The run has steps, and none is good.
+            And what ``tte.load`` raises: all the same on every rank.
+        """
+        components = self._components_with(state, "resume")
+        self.wait()
+        self.report = None
+        with Phases("load", self._group, path=self.run, timeout_seconds=self._timeout_seconds) as phases:
+            raise_unasked(phases)
+            newest: Literal["latest", "last-good"] = "last-good" if is_local(self.run) else "latest"
+            try:
+                path = choose_step(self.run, newest, phases, self._pattern, self._fallback)
+            except NoCheckpointError as error:
+                if error.has_steps:
+                    raise
+                return 0
+        optimizers = [component for component in components.values() if isinstance(component, Optimizers)]
+        for one in optimizers:
+            one.is_saved = False
+        try:
+            self.report = load(
+                components,
+                path,
+                policy=self._policy,
+                prove=self._prove,
+                process_group=self._group,
+                timeout_seconds=self._timeout_seconds,
+            )
+        except BaseException:
+            for one in optimizers:
+                one.undo()
+            raise
+        if state is not None:
+            state.update({name: components[name] for name in state if not is_object(state[name])})
+        step = step_of(os.fspath(path), self._pattern)
+        assert step is not None, "a step has a number, please report"
+        return step
+
+    def should_save(self, step: int) -> bool:
+        """Whether a step is one of ``every``; the same answer on every rank. Not collective."""
+        return self.every is not None and step > 0 and step % self.every == 0
+
+    def save(self, state: dict[str, Any] | None = None, step: int | None = None) -> None:
+        """Saves the objects, and a state dict, as a step of the run.
+
+        Returns when the state may be changed. Waits for the save before, and raises its error if it has failed: then
+        this step is not saved.
+
+        Raises:
+            What ``tte.save`` and ``tte.async_save`` raise: the same on every rank.
+        """
+        with checking_arguments("CheckpointManager.save", self._group):
+            if step is None or isinstance(step, bool) or not isinstance(step, int) or step < 1:
+                raise WrongValueError(
+                    f"CheckpointManager.save: got step={step!r}, expected the number of a step of at least 1: "
+                    "save(state, step), or save(step=step) of objects"
+                )
+        components = self._components_with(state, "save")
+        self._wait_before(step)
+        for component in components.values():
+            if isinstance(component, Optimizers):
+                component.is_saved = True
+        path = os.path.join(self.run, self._name_of.format(step=step))
+        if self._stager is None:
+            self._last = save(components, path, **self._options)
+            return
+        self._pending = step, async_save(components, path, stager=self._stager, **self._options)
+
+    def wait(self) -> SaveResult | None:
+        """Waits until the pending save is committed, and raises its error if it has failed.
+
+        Returns:
+            The result of the last save; ``None`` before the first one. With ``on_error="warn"`` its ``error`` says what
+            storage refused.
+        """
+        if self._pending is not None:
+            _, future = self._pending
+            self._pending = None  # an error is raised once
+            self._last = future.result()
+        return self._last
+
+    def steps(self) -> list[int]:
+        """The finished steps of the run, ascending, without those that it has left behind. Not collective."""
+        if not is_local(self.run):
+            return sorted(remote_steps(self.run, self._pattern).finished)
+        runs = OnStorageError(fallback=self._fallback).runs_of(os.path.join(self.run, "step-1"))
+        found = finished_steps(runs, self._pattern)
+        left = abandoned_steps(found)
+        return sorted({number for number, path in found if path not in left})
+
+    @property
+    def latest(self) -> int | None:
+        """The newest of ``steps``."""
+        return max(self.steps(), default=None)
+
+    def close(self) -> None:
+        """Waits for the pending save, raises its error if it has failed, and gives the host memory back."""
+        try:
+            self.wait()
+        finally:
+            self._is_closed = True
+            if self._stager is not None:
+                self._stager.close()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            logger.error("%s: the last save failed too: %s", self.run, failure)
+
+    def _wait_before(self, step: int) -> None:
+        if self._pending is None:
+            return
+        before, start = self._pending[0], time.monotonic()
+        self.wait()
+        seconds = time.monotonic() - start
+        if seconds > _TOLD_SECONDS:
+            logger.warning("%s: the save of step %d waited %.1f s for that of step %d", self.run, step, seconds, before)
+
+    def _components_with(self, state: dict[str, Any] | None, method: str) -> dict[str, Any]:
+        """The manager's objects, and the entries of a state dict."""
+        name = f"CheckpointManager.{method}"
+        with checking_arguments(name, self._group):
+            if self._is_closed:
+                raise WrongValueError(f"{name}: the manager is closed; make a new one")
+            if state is not None and not isinstance(state, dict):
+                raise argument_error(name, "state", state, "a state dict")
+            twice = sorted(self._components.keys() & (state or {}).keys())
+            if twice:
+                raise WrongValueError(f"{name}: got {twice[0]!r} in the state and as an object; give it once")
+            if not self._components and state is None:
+                raise WrongValueError(f"{name}: got neither a state nor objects; pass what is to be saved and filled")
+            return self._components | as_components(state or {})
+
+
+def _check_count(name: str, number: Any) -> None:
+    if number is None:
+        return
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise argument_error("CheckpointManager", name, number, "a whole number")
+    if number < 1:
+        raise WrongValueError(f"CheckpointManager: got {name}={number}, expected at least 1")

@@ -1,0 +1,118 @@
+"""Models and optimizers given as objects, as components of a state dict.
+
+Their states have canonical names, whatever FSDP2, TP and pipelines make of the modules: those of
+``torch.distributed.checkpoint.state_dict``. The state of an optimizer is flat, an entry for each parameter and value,
+as torchtitan saves it: so the stages of a pipeline share one state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from torchtitan_ext.errors import WrongValueError, described
+
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class ModelParts:
+    """The modules of a model on this rank: one, or the stages of a pipeline. ``Stateful``."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self.parts = parts
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(chain.from_iterable(get_model_state_dict(part).items() for part in self.parts))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for part in self.parts:
+            set_model_state_dict(part, state, options=StateDictOptions(strict=False))  # others have the rest
+
+
+class Optimizers:
+    """The optimizers of the modules of a model, one for each. ``Stateful``.
+
+    An optimizer that has taken no step has no state yet. To be filled it gets one, by a step that changes no parameter;
+    ``undo`` takes that back, where it was not filled.
+    """
+
+    def __init__(self, name: str, optimizers: Sequence[Optimizer], parts: Sequence[nn.Module]) -> None:
+        self._name = name
+        self._optimizers = optimizers
+        self._parts = parts
+        self._begun: list[Optimizer] = []
+        self.is_saved = False
+        """Whether the state is asked for to be saved, not to be filled."""
+
+    def state_dict(self) -> dict[str, Any]:
+        fresh = [optimizer for optimizer in self._optimizers if not optimizer.state]
+        if fresh and self.is_saved:
+            raise WrongValueError(
+                f"CheckpointManager: {self._name} has taken no step and has no state yet; save after the first step"
+            )
+        self._begun = fresh
+        pairs = zip(self._parts, self._optimizers, strict=True)
+        return dict(chain.from_iterable(get_optimizer_state_dict(*pair, options=_FLAT).items() for pair in pairs))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for part, optimizer in zip(self._parts, self._optimizers, strict=True):
+            set_optimizer_state_dict(part, optimizer, state, options=_FLAT)
+        self._begun = []
+
+    def undo(self) -> None:
+        for optimizer in self._begun:
+            optimizer.state.clear()
+        self._begun = []
+
+
+def as_components(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """What a state dict has in the place of each object: models and optimizers wrapped, all others as they are.
+
+    Raises:
+        WrongValueError: It is unclear whose parameters an optimizer changes.
+    """
+    models = {name: parts for name, value in objects.items() if (parts := _parts_of(value, nn.Module))}
+    components: dict[str, Any] = dict(objects)
+    components.update({name: ModelParts(parts) for name, parts in models.items()})
+    for name, value in objects.items():
+        optimizers = _parts_of(value, Optimizer)
+        if optimizers:
+            modules = list(chain.from_iterable(models.values()))
+            components[name] = Optimizers(
+                name, optimizers, [_module_of(name, optimizer, modules) for optimizer in optimizers]
+            )
+    return components
+
+
+def is_object(value: Any) -> bool:
+    """Whether a value stands for a component of another type: a model or an optimizer."""
+    return bool(_parts_of(value, nn.Module) or _parts_of(value, Optimizer))
+
+
+def _parts_of(value: Any, kind: type) -> list[Any]:
+    """An object of a kind, or several in a list; an empty list of anything else."""
+    parts = list(value) if isinstance(value, (list, tuple)) else [value]
+    return parts if all(isinstance(part, kind) for part in parts) else []
+
+
+def _module_of(name: str, optimizer: Optimizer, modules: Sequence[nn.Module]) -> nn.Module:
+    """The module that has the parameters of an optimizer."""
+    own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for module in modules:
+        if own <= {id(param) for param in module.parameters()}:
+            return module
+    raise WrongValueError(
+        f"CheckpointManager: got {name}={described(optimizer)}, whose parameters no one module of the model has; give "
+        "the model too, and for several modules a list of optimizers, one for each; or give its state_dict()"
+    )
