@@ -139,8 +139,9 @@ def test_random_wants_are_filled_and_read_once(is_per_host: bool, sample: list[f
                 for item, target, whole in boxes_of(part.reads(number, items, torch.Size), targets[rank], wholes):
                     target.copy_(whole)
                     read[rank].append(target)
-                    key = items[item].storage_index.fqn
-                    of_what = (key, ranks[rank].tag_of[item], hosts[rank] if is_per_host else 0)
+                    key, tag = items[item].storage_index.fqn, ranks[rank].tag_of[item]
+                    assert tag < 0 or not tags[tag][4] or number == len(sample), "read behind what overwrites it"
+                    of_what = (key, tag, hosts[rank] if is_per_host else 0)
                     counts.setdefault(of_what, torch.zeros(torch.Size(shapes[key]).numel()))[whole.flatten() - 1] += 1
                 boxes = boxes_of(part.receives(number, items, torch.Size), targets[rank], wholes)
                 wanted[rank] = [target for _, target, _ in boxes]
