@@ -1,7 +1,9 @@
 """`CheckpointManager`: a run goes on from its newest good step as if it had never stopped, and keeps what it should."""
 
 import errno
+import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -12,13 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from extent import num_cases
+from lost_worlds import end_rank, run_losing_world
 from models import BY_NAME, EVEN, UNEVEN, build_model, build_optimizer, build_whole, differences, leaves, take_steps
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 import torchtitan_ext as tte
-from torchtitan_ext.errors import CheckpointFailedError, MissingStateError, NoCheckpointError
+from torchtitan_ext.errors import CheckpointFailedError, LostRankError, MissingStateError, NoCheckpointError
 from torchtitan_ext.runs.objects import _FLAT
 from torchtitan_ext.storage.native import file_writer
 
@@ -278,6 +282,89 @@ def test_a_refused_resume_leaves_a_fresh_optimizer_fresh(tmp_path: Path) -> None
     assert torch.equal(other.weight, model.weight) and float(fresh.state[other.weight]["step"]) == 1
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(9, 4), nn.LayerNorm(4), nn.Linear(4, 9, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm.bias.requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embed(tokens)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: torch.optim.SGD(params, lr=0.001),  # which has no state, ever
+        lambda params: torch.optim.SGD(params, lr=0.001, momentum=0.9),
+        lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.1), amsgrad=True),
+        lambda params: torch.optim.Adafactor(params),
+        lambda params: torch.optim.AdamW(
+            [{"params": params[:1], "lr": 0.3, "betas": (0.8, 0.9)}, {"params": params[1:], "weight_decay": 0.0}]
+        ),
+    ],
+    ids=["sgd", "momentum", "amsgrad", "adafactor", "groups"],
+)
+def test_every_optimizer_goes_on_bit_for_bit(tmp_path: Path, make: Callable[[list[Any]], Any]) -> None:
+    """Tied and frozen parameters, and gradients that are there at a resume, which it leaves."""
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            model(torch.arange(step, step + 5) % 9).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = Tied()
+        return model, make([param for param in model.parameters() if param.requires_grad])
+
+    truth, truth_optimizer = made(0)
+    train(truth, truth_optimizer, range(6))
+    model, optimizer = made(0)
+    train(model, optimizer, range(3))
+    with Manager(tmp_path, model=torch.compile(model, backend="eager"), optimizer=optimizer) as manager:
+        manager.save(step=3)
+    again, other = made(1)
+    again(torch.arange(5)).sum().backward()
+    grads = [None if param.grad is None else param.grad.clone() for param in again.parameters()]
+    assert Manager(tmp_path, model=again, optimizer=other).resume() == 3
+    for param, grad in zip(again.parameters(), grads, strict=True):
+        assert param.grad is None if grad is None else torch.equal(param.grad, grad)
+    other.zero_grad()
+    train(again, other, range(3, 6))
+    assert all(torch.equal(*pair) for pair in zip(again.parameters(), truth.parameters(), strict=True))
+    assert all(bool(param.isfinite().all()) for param in truth.parameters())
+
+
+# ---- lost ranks ----
+
+
+def lose_a_rank_in_a_pending_save(rank: int, port: int, channels: Any, path: str) -> None:
+    store = dist.TCPStore("127.0.0.1", port, 3, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    manager = Manager(path, timeout_seconds=3)
+    manager.save(state_of(1), 1)
+    manager.wait()
+    if rank == 1:
+        file_writer.FileWriter.write_data = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    manager.save(state_of(2), 2)
+    for call in (lambda: manager.save(state_of(3), 3), lambda: manager.resume(state_of(0))):
+        try:
+            call()
+        except LostRankError as error:
+            channels[0].put((rank, error.silent))
+    if rank != 1:
+        assert manager.steps() == [1]
+    end_rank(channels)
+
+
+def test_a_rank_that_dies_in_a_pending_save_is_seen_at_the_next_call(tmp_path: Path) -> None:
+    results, _ = run_losing_world(lose_a_rank_in_a_pending_save, tmp_path, kind="kill")
+    assert results == {0: [((1,),)] * 2, 1: [], 2: [((1,),)] * 2}
+
+
 # ---- random runs against a plain account of them ----
 
 
@@ -330,7 +417,7 @@ def random_run(rank: int, world_size: int, seeds: list[int], folder: Path) -> li
                         account.save(next_step)
                 manager.wait()
                 if world_size > 1:
-                    torch.distributed.barrier()  # one rank removes old steps
+                    dist.barrier()  # one rank removes old steps
                 if manager.steps() != sorted(account.whole):
                     wrong.append(f"seed {seed}, job {job}: has {manager.steps()}, expected {sorted(account.whole)}")
             for step in sorted(account.whole, reverse=True)[: draw.choice([0, 0, 1, 2])]:
@@ -338,7 +425,7 @@ def random_run(rank: int, world_size: int, seeds: list[int], folder: Path) -> li
                     damage(run / f"step-{step}")
                 account.whole[step] = False
             if world_size > 1:
-                torch.distributed.barrier()
+                dist.barrier()
     return wrong
 
 

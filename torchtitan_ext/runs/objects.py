@@ -7,7 +7,8 @@ as torchtitan saves it: so the stages of a pipeline share one state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -56,14 +57,18 @@ class Optimizers:
         """Whether the state is asked for to be saved, not to be filled."""
 
     def state_dict(self) -> dict[str, Any]:
-        fresh = [optimizer for optimizer in self._optimizers if not optimizer.state]
-        if fresh and self.is_saved:
+        without = [optimizer for optimizer in self._optimizers if not optimizer.state]
+        state: dict[str, Any] = {}
+        with _without_gradients(without):
+            for part, optimizer in zip(self._parts, self._optimizers, strict=True):
+                state.update(get_optimizer_state_dict(part, optimizer, options=_FLAT))
+        self._begun = [optimizer for optimizer in without if optimizer.state]  # others never have any
+        if self._begun and self.is_saved:
+            self.undo()
             raise WrongValueError(
                 f"CheckpointManager: {self._name} has taken no step and has no state yet; save after the first step"
             )
-        self._begun = fresh
-        pairs = zip(self._parts, self._optimizers, strict=True)
-        return dict(chain.from_iterable(get_optimizer_state_dict(*pair, options=_FLAT).items() for pair in pairs))
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for part, optimizer in zip(self._parts, self._optimizers, strict=True):
@@ -74,6 +79,20 @@ class Optimizers:
         for optimizer in self._begun:
             optimizer.state.clear()
         self._begun = []
+
+
+@contextmanager
+def _without_gradients(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """torch gives an optimizer its state only while no parameter has a gradient, and drops gradients then."""
+    params = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
+    grads = [param.grad for param in params]
+    for param in params:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
 
 
 def as_components(objects: Mapping[str, Any]) -> dict[str, Any]:
