@@ -15,14 +15,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from extent import num_cases
 from lost_worlds import end_rank, run_losing_world
 from models import BY_NAME, EVEN, UNEVEN, build_model, build_optimizer, build_whole, differences, leaves, take_steps
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, get_state_dict
 
 import torchtitan_ext as tte
-from torchtitan_ext.errors import CheckpointFailedError, LostRankError, MissingStateError, NoCheckpointError
+from torchtitan_ext.checkpoint.operation.arguments import OnStorageError
+from torchtitan_ext.errors import (
+    AbsentRunError,
+    CheckpointFailedError,
+    LostRankError,
+    MissingStateError,
+    NoCheckpointError,
+)
 from torchtitan_ext.runs.objects import _FLAT
 from torchtitan_ext.storage.native import file_writer
 
@@ -73,6 +81,28 @@ def test_steps_that_stay_for_good(tmp_path: Path) -> None:
         for step in range(5, 45, 5):
             manager.save(state_of(step), step)
     assert manager.steps() == [10, 20, 30, 35, 40]
+
+
+def test_a_run_is_set_back(tmp_path: Path) -> None:
+    with Manager(tmp_path / "run") as manager:
+        for step in (1, 2, 3):
+            manager.save(state_of(step), step)
+    with Manager(tmp_path / "run") as manager:
+        state = state_of(0)
+        assert manager.resume(state, step=1) == 1 and state["step"] == 1
+        with pytest.raises(NoCheckpointError, match="no finished checkpoint of step 7"):
+            manager.resume(state, step=7)
+        with pytest.warns(UserWarning, match="these are abandoned"):
+            manager.save(state_of(2), 2)
+            manager.wait()
+        assert manager.steps() == [1, 2] and resumed(manager) == 2
+    (tmp_path / "fallback").mkdir()
+    place = OnStorageError(fallback=tmp_path / "fallback").place_of(tmp_path / "lost" / "step-5")
+    tte.save(state_of(5), place)
+    with Manager(tmp_path / "lost", fallback=tmp_path / "fallback") as manager:
+        with pytest.raises(AbsentRunError, match="pass step=5 to go on from the fallback"):
+            manager.resume(state_of(0))
+        assert manager.resume(state_of(0), step=5) == 5
 
 
 def test_damaged_steps_are_passed_over(tmp_path: Path) -> None:
@@ -261,6 +291,35 @@ def test_stages_of_a_pipeline_share_one_state(tmp_path: Path) -> None:
     for found in ([joined], several):
         got = [optimizer.state[param]["exp_avg"] for optimizer in found for param in optimizer.state]
         assert all(torch.equal(*pair) for pair in zip(got, moments, strict=True))
+
+
+@pytest.mark.parametrize(
+    "save", [tte.save, lambda state, path: dcp.save(state, checkpoint_id=path)], ids=["ours", "stock"]
+)
+def test_a_run_of_get_state_dict_goes_on(tmp_path: Path, save: Callable[..., Any]) -> None:
+    """An optimizer in groups; a model whose names are numbers, as those of groups are."""
+
+    def made(lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+        return model, torch.optim.AdamW(
+            [{"params": list(model[0].parameters())}, {"params": list(model[1].parameters())}], lr=lr
+        )
+
+    model, optimizer = made(0.1)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    save({"model": model_state, "optimizer": optimizer_state}, tmp_path / "step-7")
+    for _ in range(2):  # from groups, then from what the manager has saved
+        again, other = made(0.5)
+        with Manager(tmp_path, model=again, optimizer=other) as manager:
+            at = manager.resume()
+            assert all(torch.equal(*pair) for pair in zip(again.parameters(), model.parameters(), strict=True))
+            assert [group["lr"] for group in other.param_groups] == [0.1, 0.1]
+            assert all(float(state["step"]) == 1 for state in other.state.values()) and len(other.state) == 4
+            manager.save(step=at + 1)
+    assert manager.steps() == [7, 8, 9]
 
 
 def test_a_refused_resume_leaves_a_fresh_optimizer_fresh(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import logging
 import os
 import time
 from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -13,12 +15,13 @@ import torch.distributed as dist
 
 from torchtitan_ext.checkpoint import CpuStager, LoadReport, SaveResult, async_save, load, save
 from torchtitan_ext.checkpoint.operation.arguments import OnStorageError
-from torchtitan_ext.checkpoint.operation.choose_step import choose_step
+from torchtitan_ext.checkpoint.operation.choose_step import Step, choose_step
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases, checking_arguments
 from torchtitan_ext.checkpoint.operation.unasked import raise_unasked
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy
 from torchtitan_ext.errors import NoCheckpointError, WrongValueError, argument_error, check_argument
-from torchtitan_ext.runs.objects import Optimizers, as_components, is_object
+from torchtitan_ext.runs.objects import Optimizers, as_components, grouped_optimizers, is_object
+from torchtitan_ext.storage import FileReader
 from torchtitan_ext.storage.checkpoint_files import is_local
 from torchtitan_ext.storage.commit.branch import abandoned_steps, finished_steps
 from torchtitan_ext.storage.commit.steps import STEP, StepPattern, step_of
@@ -29,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 # From here on a wait for the save before is told: it is one that a trainer notices.
 _TOLD_SECONDS = 1.0
+
+_LOOKING = "the step's metadata was read; nothing was changed"
 
 
 class CheckpointManager:
@@ -94,7 +99,7 @@ class CheckpointManager:
         with checking_arguments("CheckpointManager", process_group):
             check_argument("CheckpointManager", "run", run, (str, os.PathLike), "a directory")
             for name, number in (("every", every), ("keep", keep), ("keep_every", keep_every)):
-                _check_count(name, number)
+                _check_count("CheckpointManager", name, number)
             if keep_every is not None and keep is None:
                 raise WrongValueError(f"CheckpointManager: got keep_every={keep_every} and no keep: all steps stay")
             if stager is not None and not asynchronous:
@@ -134,34 +139,42 @@ class CheckpointManager:
     def __repr__(self) -> str:
         return f"CheckpointManager({self.run!r})"
 
-    def resume(self, state: dict[str, Any] | None = None) -> int:
+    def resume(self, state: dict[str, Any] | None = None, *, step: int | None = None) -> int:
         """Fills the objects, and a state dict, from the newest step of the run whose files are all whole.
 
         Newer ones that are damaged are passed over, with a warning that names them. Of a run at a URL, where files have
         no checksums, it is the newest step. ``report`` says what became of each component.
 
+        Args:
+            step: Another step than that: the run is set back, and its next save sets newer steps aside.
+
         Returns:
-            The number of that step; 0 where the run has no step yet, and nothing was touched.
+            The number of the step; 0 where the run has no step yet, and nothing was touched.
 
         Raises:
-            NoCheckpointError: The run has steps, and none is good.
+            NoCheckpointError: The run has no such step, or it has steps, and none is good.
             And what ``tte.load`` raises: all the same on every rank.
         """
+        with checking_arguments("CheckpointManager.resume", self._group):
+            _check_count("CheckpointManager.resume", "step", step)
         components = self._components_with(state, "resume")
+        optimizers = {name: one for name, one in components.items() if isinstance(one, Optimizers)}
         self.wait()
         self.report = None
         with Phases("load", self._group, path=self.run, timeout_seconds=self._timeout_seconds) as phases:
             raise_unasked(phases)
-            newest: Literal["latest", "last-good"] = "last-good" if is_local(self.run) else "latest"
+            newest: Step = "last-good" if is_local(self.run) else "latest"
+            wanted = newest if step is None else step
             try:
-                path = choose_step(self.run, newest, phases, self._pattern, self._fallback)
+                path = choose_step(self.run, wanted, phases, self._pattern, self._fallback)
             except NoCheckpointError as error:
-                if error.has_steps:
+                if error.has_steps or step is not None:
                     raise
                 return 0
-        optimizers = [component for component in components.values() if isinstance(component, Optimizers)]
-        for one in optimizers:
-            one.is_saved = False
+            look = partial(_grouped_in, path, list(optimizers))
+            grouped = phases.to_coordinator("choose", lambda: None, lambda _: look(), doing=_LOOKING)
+        for name, one in optimizers.items():
+            one.load_as(is_grouped=name in grouped)
         try:
             self.report = load(
                 components,
@@ -172,14 +185,14 @@ class CheckpointManager:
                 timeout_seconds=self._timeout_seconds,
             )
         except BaseException:
-            for one in optimizers:
+            for one in optimizers.values():
                 one.undo()
             raise
         if state is not None:
             state.update({name: components[name] for name in state if not is_object(state[name])})
-        step = step_of(os.fspath(path), self._pattern)
-        assert step is not None, "a step has a number, please report"
-        return step
+        loaded = step_of(os.fspath(path), self._pattern)
+        assert loaded is not None, "a step has a number, please report"
+        return loaded
 
     def should_save(self, step: int) -> bool:
         """Whether a step is one of ``every``; the same answer on every rank. Not collective."""
@@ -204,7 +217,7 @@ class CheckpointManager:
         self._wait_before(step)
         for component in components.values():
             if isinstance(component, Optimizers):
-                component.is_saved = True
+                component.save()
         path = os.path.join(self.run, self._name_of.format(step=step))
         if self._stager is None:
             self._last = save(components, path, **self._options)
@@ -285,10 +298,17 @@ class CheckpointManager:
             return self._components | as_components(state or {})
 
 
-def _check_count(name: str, number: Any) -> None:
+def _grouped_in(path: Path | str, names: list[str]) -> list[str]:
+    """The optimizers whose state a checkpoint has in groups; at a URL it is taken for flat."""
+    if not names or not is_local(path):
+        return []
+    return grouped_optimizers(FileReader(path).read_metadata().state_dict_metadata, names)
+
+
+def _check_count(where: str, name: str, number: Any) -> None:
     if number is None:
         return
     if isinstance(number, bool) or not isinstance(number, int):
-        raise argument_error("CheckpointManager", name, number, "a whole number")
+        raise argument_error(where, name, number, "a whole number")
     if number < 1:
-        raise WrongValueError(f"CheckpointManager: got {name}={number}, expected at least 1")
+        raise WrongValueError(f"{where}: got {name}={number}, expected at least 1")

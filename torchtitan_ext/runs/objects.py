@@ -2,12 +2,13 @@
 
 Their states have canonical names, whatever FSDP2, TP and pipelines make of the modules: those of
 ``torch.distributed.checkpoint.state_dict``. The state of an optimizer is flat, an entry for each parameter and value,
-as torchtitan saves it: so the stages of a pipeline share one state.
+as torchtitan saves it: so the stages of a pipeline share one state. What was saved in groups, as ``get_state_dict`` has
+it unless it is told otherwise, is loaded so too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -53,17 +54,27 @@ class Optimizers:
         self._optimizers = optimizers
         self._parts = parts
         self._begun: list[Optimizer] = []
-        self.is_saved = False
-        """Whether the state is asked for to be saved, not to be filled."""
+        self._is_saved = False
+        self._options = _FLAT
+
+    def load_as(self, *, is_grouped: bool) -> None:
+        """The form of the state that is to be filled: that in which it was saved."""
+        self._is_saved = False
+        self._options = StateDictOptions() if is_grouped and len(self._parts) == 1 else _FLAT
+
+    def save(self) -> None:
+        """The next state that is asked for is to be saved."""
+        self._is_saved = True
+        self._options = _FLAT
 
     def state_dict(self) -> dict[str, Any]:
         without = [optimizer for optimizer in self._optimizers if not optimizer.state]
         state: dict[str, Any] = {}
         with _without_gradients(without):
             for part, optimizer in zip(self._parts, self._optimizers, strict=True):
-                state.update(get_optimizer_state_dict(part, optimizer, options=_FLAT))
+                state.update(get_optimizer_state_dict(part, optimizer, options=self._options))
         self._begun = [optimizer for optimizer in without if optimizer.state]  # others never have any
-        if self._begun and self.is_saved:
+        if self._begun and self._is_saved:
             self.undo()
             raise WrongValueError(
                 f"CheckpointManager: {self._name} has taken no step and has no state yet; save after the first step"
@@ -72,13 +83,18 @@ class Optimizers:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for part, optimizer in zip(self._parts, self._optimizers, strict=True):
-            set_optimizer_state_dict(part, optimizer, state, options=_FLAT)
+            set_optimizer_state_dict(part, optimizer, state, options=self._options)
         self._begun = []
 
     def undo(self) -> None:
         for optimizer in self._begun:
             optimizer.state.clear()
         self._begun = []
+
+
+def grouped_optimizers(keys: Container[str], names: Iterable[str]) -> list[str]:
+    """The optimizers of which a checkpoint with these keys has the parameter groups, not options of each parameter."""
+    return [name for name in names if f"{name}.param_groups.0.params" in keys]
 
 
 @contextmanager
