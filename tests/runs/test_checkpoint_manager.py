@@ -56,10 +56,10 @@ def damage(step: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_run_stops_and_goes_on(tmp_path: Path, asynchronous: bool) -> None:
+@pytest.mark.parametrize("options", [{}, {"asynchronous": False}, {"stager": tte.checkpoint.CpuStager(process=True)}])
+def test_a_run_stops_and_goes_on(tmp_path: Path, options: dict[str, Any]) -> None:
     run = tmp_path / "run"
-    with Manager(run, every=2, keep=2, asynchronous=asynchronous) as manager:
+    with Manager(run, every=2, keep=2, **options) as manager:
         assert resumed(manager) == 0 and manager.report is None and manager.wait() is None
         assert (manager.steps(), manager.latest) == ([], None)
         for step in range(1, 10):
@@ -68,7 +68,7 @@ def test_a_run_stops_and_goes_on(tmp_path: Path, asynchronous: bool) -> None:
         result = manager.wait()
         assert result is not None and Path(result.path) == run / "step-8"
         assert (manager.steps(), manager.latest) == ([6, 8], 8)
-    with Manager(run, asynchronous=asynchronous) as manager:
+    with Manager(run) as manager:
         assert resumed(manager) == 8
         assert "saved by 1 rank, loaded by 1 rank" in str(manager.report)
         assert [step for step in range(20) if manager.should_save(step)] == []
@@ -81,6 +81,25 @@ def test_steps_that_stay_for_good(tmp_path: Path) -> None:
         for step in range(5, 45, 5):
             manager.save(state_of(step), step)
     assert manager.steps() == [10, 20, 30, 35, 40]
+
+
+def test_steps_that_are_reused_and_proved(tmp_path: Path) -> None:
+    frozen = torch.randn(4000, 50)
+    options = {"keep": 1, "reuse": True, "fingerprints": True, "prove": True, "step_pattern": "iter_{step:07d}"}
+    with Manager(tmp_path, frozen=frozen, **options) as manager:
+        sizes = []
+        for step in (1, 2, 3):
+            manager.save(state_of(step), step)
+            result = manager.wait()
+            assert result is not None
+            sizes.append(result.num_bytes)
+        assert sizes[0] > 800_000 > 100_000 > max(sizes[1:])
+        assert (tmp_path / "iter_0000003").is_dir() and manager.steps() == [3]
+        copy = frozen.clone()
+        frozen.zero_()
+        assert resumed(manager) == 3 and torch.equal(frozen, copy)
+        assert manager.report is not None and manager.report.proof is not None
+        assert {"frozen", "w"} <= set(manager.report.proof.proved)
 
 
 def test_a_run_is_set_back(tmp_path: Path) -> None:
@@ -192,6 +211,7 @@ def test_where_storage_refuses_saves_go_elsewhere(tmp_path: Path, monkeypatch: p
         ({"keep_every": 5}, "got keep_every=5 and no keep: all steps stay"),
         ({"step_pattern": "epoch=*-step={step}"}, "expected one without stars"),
         ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])}, "whose parameters no one module"),
+        ({"retries": -1}, "got retries=-1, expected a whole number of at least 0"),
         ({"asynchronous": False, "stager": tte.checkpoint.CpuStager()}, "got a stager and asynchronous=False"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -488,6 +508,7 @@ def random_run(rank: int, world_size: int, seeds: list[int], folder: Path) -> li
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_random_runs(run_world: Callable[..., Any], tmp_path: Path, world_size: int) -> None:
     assert run_world(world_size, random_run, list(range(num_cases(20))), tmp_path) == [[]] * world_size

@@ -24,7 +24,7 @@ from torchtitan_ext.runs.objects import Optimizers, as_components, grouped_optim
 from torchtitan_ext.storage import FileReader
 from torchtitan_ext.storage.checkpoint_files import is_local
 from torchtitan_ext.storage.commit.branch import abandoned_steps, finished_steps
-from torchtitan_ext.storage.commit.steps import STEP, StepPattern, step_of
+from torchtitan_ext.storage.commit.steps import STEP, StepPattern, folders_in_fallback, step_of
 from torchtitan_ext.storage.runs.remote_steps import remote_steps
 from torchtitan_ext.storage.runs.retention import Keep
 
@@ -109,6 +109,8 @@ class CheckpointManager:
                 raise WrongValueError(
                     f"CheckpointManager: got step_pattern={step_pattern!r}, expected one without stars"
                 )
+            storage = OnStorageError(on_error, fallback, retries, max_failures)
+            storage.check("CheckpointManager", run)
             self._components = as_components(objects)
         self.run = os.path.abspath(run) if is_local(run) else os.fspath(run)
         self.every = every
@@ -116,7 +118,7 @@ class CheckpointManager:
         self._group = process_group
         self._timeout_seconds = timeout_seconds
         self._pattern = step_pattern
-        self._fallback = fallback
+        self._fallback = storage.fallback
         self._policy = ElasticPolicy() if policy is None else policy
         self._prove = prove
         self._stager = CpuStager() if asynchronous and stager is None else stager
@@ -126,7 +128,7 @@ class CheckpointManager:
             "keep": None if keep is None else Keep(keep, keep_every),
             "step_pattern": None if keep is None and not reuse else step_pattern,
             "on_error": on_error,
-            "fallback": fallback,
+            "fallback": storage.fallback,
             "retries": retries,
             "max_failures": max_failures,
             "fingerprints": fingerprints,
@@ -241,8 +243,8 @@ class CheckpointManager:
         """The finished steps of the run, ascending, without those that it has left behind. Not collective."""
         if not is_local(self.run):
             return sorted(remote_steps(self.run, self._pattern).finished)
-        runs = OnStorageError(fallback=self._fallback).runs_of(os.path.join(self.run, "step-1"))
-        found = finished_steps(runs, self._pattern)
+        others = [] if self._fallback is None else map(Path, folders_in_fallback(self.run, self._fallback))
+        found = finished_steps([Path(self.run), *others], self._pattern)
         left = abandoned_steps(found)
         return sorted({number for number, path in found if path not in left})
 
