@@ -139,9 +139,8 @@ def test_random_wants_are_filled_and_read_once(is_per_host: bool, sample: list[f
                 for item, target, whole in boxes_of(part.reads(number, items, torch.Size), targets[rank], wholes):
                     target.copy_(whole)
                     read[rank].append(target)
-                    key, tag = items[item].storage_index.fqn, ranks[rank].tag_of[item]
-                    assert tag < 0 or not tags[tag][4] or number == len(sample), "read behind what overwrites it"
-                    of_what = (key, tag, hosts[rank] if is_per_host else 0)
+                    key = items[item].storage_index.fqn
+                    of_what = (key, ranks[rank].tag_of[item], hosts[rank] if is_per_host else 0)
                     counts.setdefault(of_what, torch.zeros(torch.Size(shapes[key]).numel()))[whole.flatten() - 1] += 1
                 boxes = boxes_of(part.receives(number, items, torch.Size), targets[rank], wholes)
                 wanted[rank] = [target for _, target, _ in boxes]
@@ -178,6 +177,24 @@ def test_parts_are_dealt_out_evenly() -> None:
         read.append(sum(sizes.numel() * 2 for of_round in rounds for sizes in of_round))
     assert sum(read) == 122_880_000 and max(read) - min(read) <= 2 << 20
     assert len(set(plan.bytes_between)) == 12
+
+
+def test_what_is_overwritten_is_read_first() -> None:
+    """In the first round, by whatever rank and wherever it lies in its files: what overwrites it comes later."""
+    tags: list[Tag] = [("a", "cpu", 2, True, False), ("a", "cpu", 2, True, True)]
+    sizes = (10_000, 1024)  # 20 MB
+    items = [item_of(key, 0, (0, 0), sizes, number) for number, key in enumerate(("first", "tied", "last"))]
+    rank = Rank(items, tags, [0, 1, 0])
+    plan = plan_of([rank] * 3, {"first": 0, "last": 1, "tied": 2}, [0] * 3, is_per_host=False)
+    plan.assign([], 8)
+    rounds: dict[bool, list[int]] = {False: [], True: []}
+    for number in range(3):
+        part = _core.SharedPart(plan.part_message(number))
+        for one in range(part.num_rounds):
+            for item in part.reads(one, items, torch.Size).items:
+                rounds[item == 1].append(one)
+    assert len(rounds[True]) >= 3 and set(rounds[True]) == {0}
+    assert set(rounds[False]) == set(range(part.num_rounds)) and part.num_rounds > 3
 
 
 def test_what_is_no_message_is_refused() -> None:
