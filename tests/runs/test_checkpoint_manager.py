@@ -211,6 +211,9 @@ def test_where_storage_refuses_saves_go_elsewhere(tmp_path: Path, monkeypatch: p
         ({"keep_every": 5}, "got keep_every=5 and no keep: all steps stay"),
         ({"step_pattern": "epoch=*-step={step}"}, "expected one without stars"),
         ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])}, "whose parameters no one module"),
+        ({"run": __file__}, "a file; expected a directory"),
+        ({"run": "memory://run", "keep": 2}, "got keep=2 and 'memory://run/step-1', expected a directory"),
+        ({"run": "memory://run", "reuse": True}, "got reuse='latest' and path='memory://run/step-1'"),
         ({"retries": -1}, "got retries=-1, expected a whole number of at least 0"),
         ({"asynchronous": False, "stager": tte.checkpoint.CpuStager()}, "got a stager and asynchronous=False"),
     ],
@@ -218,7 +221,7 @@ def test_where_storage_refuses_saves_go_elsewhere(tmp_path: Path, monkeypatch: p
 )
 def test_wrong_arguments(tmp_path: Path, arguments: dict[str, Any], told: str) -> None:
     with pytest.raises((TypeError, ValueError), match=told):
-        Manager(tmp_path, **arguments)
+        Manager(**{"run": tmp_path, **arguments})
 
 
 def test_wrong_calls(tmp_path: Path) -> None:

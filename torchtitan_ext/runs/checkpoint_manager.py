@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from torchtitan_ext.checkpoint import CpuStager, LoadReport, SaveResult, async_save, load, save
-from torchtitan_ext.checkpoint.operation.arguments import OnStorageError
+from torchtitan_ext.checkpoint import CpuStager, LoadReport, SavePlanner, SaveResult, async_save, load, save
+from torchtitan_ext.checkpoint.operation.arguments import OnStorageError, WeightsFormat
 from torchtitan_ext.checkpoint.operation.choose_step import Step, choose_step
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases, checking_arguments
+from torchtitan_ext.checkpoint.operation.save_phases import SaveJob, checked_job
 from torchtitan_ext.checkpoint.operation.unasked import raise_unasked
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy
 from torchtitan_ext.errors import NoCheckpointError, WrongValueError, argument_error, check_argument
@@ -27,6 +28,7 @@ from torchtitan_ext.storage.commit.branch import abandoned_steps, finished_steps
 from torchtitan_ext.storage.commit.steps import STEP, StepPattern, folders_in_fallback, step_of
 from torchtitan_ext.storage.runs.remote_steps import remote_steps
 from torchtitan_ext.storage.runs.retention import Keep
+from torchtitan_ext.storage.weights.writer import MAX_FILE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -109,8 +111,17 @@ class CheckpointManager:
                 raise WrongValueError(
                     f"CheckpointManager: got step_pattern={step_pattern!r}, expected one without stars"
                 )
+            if os.path.isfile(run):
+                raise WrongValueError(f"CheckpointManager: got run={str(run)!r}, a file; expected a directory")
+            options: dict[str, Any] = {
+                "keep": None if keep is None else Keep(keep, keep_every),
+                "step_pattern": None if keep is None and not reuse else step_pattern,
+                "fingerprints": fingerprints,
+                "reuse": "latest" if reuse else None,
+            }
             storage = OnStorageError(on_error, fallback, retries, max_failures)
-            storage.check("CheckpointManager", run)
+            first = SaveJob(self._path_of(run, 1), None, SavePlanner(), on_storage_error=storage, **options)
+            checked_job("CheckpointManager", first, "dcp", WeightsFormat(MAX_FILE_BYTES))
             self._components = as_components(objects)
         self.run = os.path.abspath(run) if is_local(run) else os.fspath(run)
         self.every = every
@@ -125,14 +136,11 @@ class CheckpointManager:
         self._options: dict[str, Any] = {
             "process_group": process_group,
             "timeout_seconds": timeout_seconds,
-            "keep": None if keep is None else Keep(keep, keep_every),
-            "step_pattern": None if keep is None and not reuse else step_pattern,
             "on_error": on_error,
             "fallback": storage.fallback,
             "retries": retries,
             "max_failures": max_failures,
-            "fingerprints": fingerprints,
-            "reuse": "latest" if reuse else None,
+            **options,
         }
         self._pending: tuple[int, Future[SaveResult]] | None = None
         self._last: SaveResult | None = None
@@ -220,7 +228,7 @@ class CheckpointManager:
         for component in components.values():
             if isinstance(component, Optimizers):
                 component.save()
-        path = os.path.join(self.run, self._name_of.format(step=step))
+        path = self._path_of(self.run, step)
         if self._stager is None:
             self._last = save(components, path, **self._options)
             return
@@ -274,6 +282,9 @@ class CheckpointManager:
             if error is None:
                 raise
             logger.error("%s: the last save failed too: %s", self.run, failure)
+
+    def _path_of(self, run: str | os.PathLike[str], step: int) -> str:
+        return os.path.join(run, self._name_of.format(step=step))
 
     def _wait_before(self, step: int) -> None:
         if self._pending is None:

@@ -189,12 +189,12 @@ def checked_keep(keep: Any, path: str | os.PathLike[str] | None, pattern: Any = 
             raise ValueError(f"save: got {name}={number}, expected at least 1")
     if path is not None and not is_local(path):
         raise WrongValueError(
-            f"save: got keep={keep} and {str(path)!r}, expected a directory: steps at a URL are not removed; leave "
-            "keep= out, and remove old ones by a rule of the storage or by hand"
+            f"save: got keep={kept.newest} and {str(path)!r}, expected a directory: steps at a URL are not removed; "
+            "leave keep= out, and remove old ones by a rule of the storage or by hand"
         )
     if path is None or step_of(path, pattern) is None:
         name = "step-<number>" if pattern is None else pattern
-        raise ValueError(f"save: got keep={keep} and the path {str(path)!r}, expected a directory <run>/{name}")
+        raise ValueError(f"save: got keep={kept.newest} and the path {str(path)!r}, expected a directory <run>/{name}")
     return kept
 
 
