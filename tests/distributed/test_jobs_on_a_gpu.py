@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_worlds import WorldPool, on_a_gpu
+from models import leaves, local_of
 from states import DTYPES, bits, random_tensor
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -38,14 +39,8 @@ def run_nccl_world(request: pytest.FixtureRequest) -> Iterator[Callable[..., lis
     pool.close()
 
 
-def local_of(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def tensors_in(state: Any, name: str = "") -> dict[str, Tensor]:
-    if isinstance(state, dict):
-        return {key: value for part in state for key, value in tensors_in(state[part], f"{name}.{part}").items()}
-    return {name: local_of(state).detach()} if isinstance(state, Tensor) else {}
+def tensors_in(state: Any) -> dict[str, Tensor]:
+    return {name: local_of(value).detach() for name, value in leaves(state) if isinstance(value, Tensor)}
 
 
 def copied(state: Any) -> dict[str, Tensor]:

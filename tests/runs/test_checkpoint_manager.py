@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from checkpoints import flip_byte
 from extent import num_cases
 from lost_worlds import end_rank, run_losing_world
 from models import BY_NAME, EVEN, UNEVEN, build_model, build_optimizer, build_whole, differences, leaves, take_steps
@@ -51,9 +52,7 @@ def resumed(manager: Manager) -> int:
 
 def damage(step: Path) -> None:
     file = max((path for path in step.iterdir() if path.is_file()), key=lambda path: path.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip_byte(file, file.stat().st_size // 2)
 
 
 @pytest.mark.parametrize("options", [{}, {"asynchronous": False}, {"stager": tte.checkpoint.CpuStager(process=True)}])
@@ -248,6 +247,22 @@ def test_the_program_of_the_page_goes_on(tmp_path: Path) -> None:
     ):
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
         assert done.returncode == 0 and shown in done.stdout, done.stdout + done.stderr
+
+
+def refuse_on_one_rank(rank: int, world_size: int, path: Path) -> None:
+    manager = Manager(path, timeout_seconds=30)
+    for call in (
+        lambda: manager.save(state_of(1), 0 if rank == 1 else 1),
+        lambda: manager.resume([] if rank == 1 else state_of(0)),
+    ):
+        with pytest.raises((TypeError, ValueError), match="expected the number of a step|expected a state dict"):
+            call()
+    manager.save(state_of(1), 1)
+    assert resumed(manager) == 1
+
+
+def test_what_one_rank_refuses_is_refused_by_all(run_world: Callable[..., Any], tmp_path: Path) -> None:
+    run_world(3, refuse_on_one_rank, tmp_path)
 
 
 # ---- models and optimizers as objects ----

@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -20,11 +19,11 @@ from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases, 
 from torchtitan_ext.checkpoint.operation.save_phases import SaveJob, checked_job
 from torchtitan_ext.checkpoint.operation.unasked import raise_unasked
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy
-from torchtitan_ext.errors import NoCheckpointError, WrongValueError, argument_error, check_argument
-from torchtitan_ext.runs.objects import Optimizers, as_components, grouped_optimizers, is_object
+from torchtitan_ext.errors import NoCheckpointError, WrongValueError, argument_error, check_argument, check_counts
+from torchtitan_ext.runs.objects import Optimizers, as_components, grouped_optimizers, is_wrapped
 from torchtitan_ext.storage import FileReader
 from torchtitan_ext.storage.checkpoint_files import is_local
-from torchtitan_ext.storage.commit.branch import abandoned_steps, finished_steps
+from torchtitan_ext.storage.commit.branch import living_steps
 from torchtitan_ext.storage.commit.steps import STEP, StepPattern, folders_in_fallback, step_of
 from torchtitan_ext.storage.runs.remote_steps import remote_steps
 from torchtitan_ext.storage.runs.retention import Keep
@@ -100,8 +99,7 @@ class CheckpointManager:
     ) -> None:
         with checking_arguments("CheckpointManager", process_group):
             check_argument("CheckpointManager", "run", run, (str, os.PathLike), "a directory")
-            for name, number in (("every", every), ("keep", keep), ("keep_every", keep_every)):
-                _check_count("CheckpointManager", name, number)
+            _check_number("CheckpointManager", every=every)
             if keep_every is not None and keep is None:
                 raise WrongValueError(f"CheckpointManager: got keep_every={keep_every} and no keep: all steps stay")
             if stager is not None and not asynchronous:
@@ -166,7 +164,7 @@ class CheckpointManager:
             And what ``tte.load`` raises: all the same on every rank.
         """
         with checking_arguments("CheckpointManager.resume", self._group):
-            _check_count("CheckpointManager.resume", "step", step)
+            _check_number("CheckpointManager.resume", step=step)
         components = self._components_with(state, "resume")
         optimizers = {name: one for name, one in components.items() if isinstance(one, Optimizers)}
         self.wait()
@@ -181,8 +179,9 @@ class CheckpointManager:
                 if error.has_steps or step is not None:
                     raise
                 return 0
-            look = partial(_grouped_in, path, list(optimizers))
-            grouped = phases.to_coordinator("choose", lambda: None, lambda _: look(), doing=_LOOKING)
+            grouped = phases.to_coordinator(
+                "choose", lambda: None, lambda _: _grouped_in(path, list(optimizers)), doing=_LOOKING
+            )
         for name, one in optimizers.items():
             one.load_as(is_grouped=name in grouped)
         try:
@@ -199,7 +198,7 @@ class CheckpointManager:
                 one.undo()
             raise
         if state is not None:
-            state.update({name: components[name] for name in state if not is_object(state[name])})
+            state.update({name: components[name] for name in state if not is_wrapped(components[name])})
         loaded = step_of(os.fspath(path), self._pattern)
         assert loaded is not None, "a step has a number, please report"
         return loaded
@@ -252,9 +251,7 @@ class CheckpointManager:
         if not is_local(self.run):
             return sorted(remote_steps(self.run, self._pattern).finished)
         others = [] if self._fallback is None else map(Path, folders_in_fallback(self.run, self._fallback))
-        found = finished_steps([Path(self.run), *others], self._pattern)
-        left = abandoned_steps(found)
-        return sorted({number for number, path in found if path not in left})
+        return sorted({number for number, _ in living_steps([Path(self.run), *others], self._pattern)})
 
     @property
     def latest(self) -> int | None:
@@ -318,10 +315,9 @@ def _grouped_in(path: Path | str, names: list[str]) -> list[str]:
     return grouped_optimizers(FileReader(path).read_metadata().state_dict_metadata, names)
 
 
-def _check_count(where: str, name: str, number: Any) -> None:
-    if number is None:
-        return
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise argument_error(where, name, number, "a whole number")
-    if number < 1:
-        raise WrongValueError(f"{where}: got {name}={number}, expected at least 1")
+def _check_number(where: str, **numbers: Any) -> None:
+    """Raises TypeError or ValueError unless each is a whole number of at least 1, or ``None``."""
+    check_counts(where, **numbers)
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise WrongValueError(f"{where}: got {name}={number}, expected at least 1")

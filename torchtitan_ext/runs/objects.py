@@ -130,9 +130,9 @@ def as_components(objects: Mapping[str, Any]) -> dict[str, Any]:
     return components
 
 
-def is_object(value: Any) -> bool:
-    """Whether a value stands for a component of another type: a model or an optimizer."""
-    return bool(_parts_of(value, nn.Module) or _parts_of(value, Optimizer))
+def is_wrapped(component: Any) -> bool:
+    """Whether ``as_components`` has put a component in the place of an object."""
+    return isinstance(component, (ModelParts, Optimizers))
 
 
 def _parts_of(value: Any, kind: type) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -72,7 +73,6 @@ class Endpoint:
     module: nn.Module | None = None
     device: torch.device = field(init=False)
     _are_memory: list[bool] = field(init=False)
-    _stand_ins: dict[int, Tensor] = field(init=False, default_factory=dict)
     _planned: Tensor = field(init=False)
     _forms: list[_Form] = field(init=False)
 
@@ -125,31 +125,30 @@ class Endpoint:
         held = zip(self.tensors, self._are_memory, strict=True)
         values = [tensor if is_memory else _values_of(tensor) for tensor, is_memory in held]
         with torch.no_grad():
-            for at, stand_in in self._stand_ins_here().items():
+            for at, stand_in in self._stand_ins.items():
                 values[at] = stand_in.copy_(values[at])
         return values
 
     def memory_to_fill(self) -> tuple[list[Tensor], Callable[[], None]]:
         """Plain tensors to be filled, by position, and what is to be called when they are."""
-        held = enumerate(zip(self.tensors, self._are_memory, strict=True))
-        stand_ins = self._stand_ins_here()
-        return self._put_back_later(
-            [
-                stand_ins[at] if at in stand_ins else tensor if is_memory else _new_like(tensor)
-                for at, (tensor, is_memory) in held
-            ]
-        )
+        held = zip(self.tensors, self._are_memory, strict=True)
+        filled = [tensor if is_memory else _new_like(tensor) for tensor, is_memory in held]
+        for at, stand_in in self._stand_ins.items():
+            filled[at] = stand_in
+        return self._put_back_later(filled)
 
     def memory_to_change(self) -> tuple[list[Tensor], Callable[[], None]]:
         """Plain tensors with the values, of which parts are to be filled, and what is to be called when they are."""
         return self._put_back_later(self.memory_to_read())
 
-    def _stand_ins_here(self) -> Mapping[int, Tensor]:
-        """By the positions of tensors that lie elsewhere, memory of their shapes on ``device``."""
-        for at, tensor in enumerate(self.tensors):
-            if tensor.device != self.device and at not in self._stand_ins:
-                self._stand_ins[at] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-        return self._stand_ins
+    @cached_property
+    def _stand_ins(self) -> Mapping[int, Tensor]:
+        """By the positions of tensors that lie elsewhere, memory of their shapes on ``device``, made once."""
+        return {
+            at: torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+            for at, tensor in enumerate(self.tensors)
+            if tensor.device != self.device
+        }
 
     def _put_back_later(self, filled: list[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
 

@@ -174,28 +174,26 @@ def check_branch(operation: str, branch: Any, path: Any, storage_writer: Any) ->
         )
 
 
-def checked_keep(keep: Any, path: str | os.PathLike[str] | None, pattern: Any = None, reuse: Any = None) -> Keep | None:
-    """What stays of a run; raises TypeError or ValueError unless ``path`` is a step of one."""
+def check_keep(keep: Keep | None, path: str | os.PathLike[str] | None, pattern: Any = None, reuse: Any = None) -> None:
+    """Raises TypeError or ValueError unless ``keep`` has numbers of steps and ``path`` is a step of a run."""
     _check_pattern("save", pattern)
     if keep is None:
         if pattern is not None and reuse != "latest":
             raise ValueError(f"save: got step_pattern={pattern!r} and no keep, expected how many steps stay")
-        return None
-    kept = keep if isinstance(keep, Keep) else Keep(keep)
-    for name, number in (("keep", kept.newest), ("keep_every", 1 if kept.every is None else kept.every)):
+        return
+    for name, number in (("keep", keep.newest), ("keep_every", 1 if keep.every is None else keep.every)):
         if isinstance(number, bool) or not isinstance(number, int):
             raise argument_error("save", name, number, "a whole number")
         if number < 1:
             raise ValueError(f"save: got {name}={number}, expected at least 1")
     if path is not None and not is_local(path):
         raise WrongValueError(
-            f"save: got keep={kept.newest} and {str(path)!r}, expected a directory: steps at a URL are not removed; "
+            f"save: got keep={keep.newest} and {str(path)!r}, expected a directory: steps at a URL are not removed; "
             "leave keep= out, and remove old ones by a rule of the storage or by hand"
         )
     if path is None or step_of(path, pattern) is None:
         name = "step-<number>" if pattern is None else pattern
-        raise ValueError(f"save: got keep={kept.newest} and the path {str(path)!r}, expected a directory <run>/{name}")
-    return kept
+        raise ValueError(f"save: got keep={keep.newest} and the path {str(path)!r}, expected a directory <run>/{name}")
 
 
 def check_fingerprints(operation: str, fingerprints: Any, path: Any, storage_writer: Any) -> None:

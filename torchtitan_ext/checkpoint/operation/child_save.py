@@ -72,7 +72,7 @@ class SaveRequest:
     path: str | os.PathLike[str] | None
     writer: StorageWriter
     planner: StockSavePlanner
-    keep: int | Keep | None
+    keep: Keep | None
     step_pattern: str | None
     timeout_seconds: float
     state: SharedState

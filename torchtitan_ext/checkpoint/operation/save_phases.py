@@ -22,8 +22,8 @@ from torchtitan_ext.checkpoint.operation.arguments import (
     WeightsFormat,
     check_branch,
     check_fingerprints,
+    check_keep,
     checked_format,
-    checked_keep,
     checked_reuse,
     place_of,
     sends_from_cpu,
@@ -92,14 +92,13 @@ class SaveJob:
     Attributes:
         fallback_place: Where the coordinator writes what storage refuses at ``path``: ranks may know the run by
             different paths.
-        keep: A ``Keep`` where it was checked.
         runs: The directories that may have steps of the run: that of the path, and its folders in the fallback.
     """
 
     path: str | os.PathLike[str] | None
     storage_writer: StorageWriter | None
     planner: StockSavePlanner
-    keep: int | Keep | None = None
+    keep: Keep | None = None
     step_pattern: str | None = None
     on_storage_error: OnStorageError = OnStorageError()
     fingerprints: bool = False
@@ -122,16 +121,15 @@ def checked_job(operation: str, job: SaveJob, format: str, weights: WeightsForma
     reuse = checked_reuse(operation, job.reuse, path, writer)
     not_of_weights = {
         "storage_writer": writer,
-        "keep": job.keep,
+        "keep": job.keep and job.keep.newest,
         "step_pattern": job.step_pattern,
         "fingerprints": job.fingerprints,
         "reuse": job.reuse,
     }
     form = checked_format(operation, format, weights, path, job.on_storage_error.fallback, not_of_weights)
-    place = getattr(writer, "path", None) if path is None else path
-    keep = checked_keep(job.keep, place, job.step_pattern, job.reuse)
+    check_keep(job.keep, getattr(writer, "path", None) if path is None else path, job.step_pattern, job.reuse)
     runs = job.on_storage_error.runs_of(path)
-    return dataclasses.replace(job, keep=keep, reuse=reuse, weights=form, runs=runs)
+    return dataclasses.replace(job, reuse=reuse, weights=form, runs=runs)
 
 
 def writer_at(job: SaveJob) -> StorageWriter:
@@ -302,7 +300,7 @@ def save_values(
         if isinstance(writer, _OURS):
             writer.abandon()
         raise
-    if isinstance(job.keep, Keep) and phases.is_coordinator:
+    if job.keep is not None and phases.is_coordinator:
         with only_printed():
             remove_old_steps(Path(saved.path), job.keep, job.step_pattern)
     phases.log_metrics(logger, saved.num_bytes, path=saved.path)

@@ -123,11 +123,16 @@ def abandoned_steps(steps: Iterable[tuple[int, Path]]) -> set[Path]:
     return abandoned
 
 
+def living_steps(runs: Iterable[Path], pattern: str | None) -> list[tuple[int, Path]]:
+    """Those of ``finished_steps`` that the run has not left behind, in their order."""
+    steps = finished_steps(runs, pattern)
+    abandoned = abandoned_steps(steps)
+    return [(number, path) for number, path in steps if path not in abandoned]
+
+
 def latest_path(run: Path, pattern: str | None = None) -> Path | None:
     """The newest finished step of the branch of a run's last commit; ``None`` without one."""
-    steps = finished_steps([run], pattern)
-    abandoned = abandoned_steps(steps)
-    return next((path for _, path in reversed(steps) if path not in abandoned), None)
+    return next((path for _, path in reversed(living_steps([run], pattern))), None)
 
 
 def index_head(step: Path) -> _core.Index | None:
