@@ -167,13 +167,12 @@ def train(folder: Path | None) -> list[float]:
     return losses
 
 
-def train_three_times(rank: int, world_size: int, folder: Path) -> list[list[float]]:
-    return [train(None), train(folder), train(None)]
+def train_both_ways(rank: int, world_size: int, folder: Path) -> tuple[list[float], list[float]]:
+    return train(folder), train(None)
 
 
 @pytest.mark.filterwarnings("ignore:save. nothing was saved")
 def test_the_example_goes_on_training(run_world, tmp_path: Path) -> None:
-    """As without saves, in the same processes: with torch 2.15 worlds of other processes had other losses, rarely."""
-    for before, with_saves, after in run_world(4, train_three_times, tmp_path):
-        assert with_saves in (before, after), (before, with_saves, after)
-        assert len(before) == len(after) == 6
+    for with_saves, without in run_world(4, train_both_ways, tmp_path):
+        assert with_saves == without
+        assert len(without) == 6
