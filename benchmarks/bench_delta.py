@@ -129,7 +129,7 @@ def transfer(rank: int, store: str, num_megabytes: int, num_rounds: int, out: st
         name: DTensor.from_local(tensor, mesh, [placement], run_check=False, shape=(4096, 2048), stride=(2048, 1))
         for name, tensor in local.items()
     }
-    plan = tte.plan_reshard(state if is_source else None, None if is_source else state)
+    plan = tte.transfer.plan_reshard(state if is_source else None, None if is_source else state)
     version = 0
     plan.run(version=version)
     base = tte.delta.Snapshot(state if is_source else None)

@@ -68,7 +68,7 @@ def cases_of(state: State, folder: Path, step: Path) -> dict[str, Ways]:
     mesh = init_device_mesh("cuda", (1,))
     sharded = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in state.items()}
     moved = {name: torch.zeros_like(tensor) for name, tensor in sharded.items()}
-    plan = tte.plan_reshard(sharded, moved)
+    plan = tte.transfer.plan_reshard(sharded, moved)
 
     def clone() -> None:
         torch._foreach_copy_(list(target.values()), tensors)

@@ -121,7 +121,7 @@ class Case:
         if self.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
         dist.barrier()
-        tte.save(saved, self.folder / "ours", format="safetensors")
+        tte.weights.save(saved, self.folder / "ours")
         writer = HuggingFaceStorageWriter(str(self.folder / "stock"), save_distributed=True, enable_consolidation=True)
         dcp.save(saved, storage_writer=writer)
         del saved

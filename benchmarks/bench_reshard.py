@@ -166,7 +166,7 @@ class Workload:
                 tensor.local_offsets, tensor.local_sizes = ((0,) * len(shape),), (tuple(sizes),)
             return {f"{index}": tensor for index, tensor in enumerate(tensors)}
 
-        return tte.plan_reshard(state(exchange.sources, self.held), state(exchange.targets, self.wanted))
+        return tte.transfer.plan_reshard(state(exchange.sources, self.held), state(exchange.targets, self.wanted))
 
     def _whole_reshards(self, exchange: Exchange, folder: str) -> Contenders:
         old_mesh = init_device_mesh("cpu", (WORLD_SIZE,))
@@ -176,7 +176,7 @@ class Workload:
             new = [Shard(min(placement.dim, len(shape) - 1)) for placement in self.placements]
             sources[f"{index}"] = DTensor.from_local(exchange.sources[index], old_mesh, [Shard(0)])
             targets[f"{index}"] = DTensor.from_local(exchange.targets[index], new_mesh, new)
-        plan = tte.plan_reshard(sources, targets)
+        plan = tte.transfer.plan_reshard(sources, targets)
         names = (f"{folder}/checkpoint{number}" for number in itertools.count())
 
         def redistribute() -> None:

@@ -79,7 +79,7 @@ def contenders_for(tensors: list[Tensor]) -> Contenders:
     return {
         LIMIT: lambda: dist.broadcast(flat, 0),
         OURS: lambda: ops.broadcast_coalesced_(tensors, world.group_name),
-        "tte.broadcast_tensors, agreed": lambda: tte.broadcast_tensors(tensors),
+        "tte.sync.broadcast_tensors, agreed": lambda: tte.sync.broadcast_tensors(tensors),
         "_sync_params_and_buffers, 250 MiB": lambda: _sync_params_and_buffers(world, tensors, 250 << 20, 0),
         "_broadcast_coalesced, 250 MiB": lambda: dist._broadcast_coalesced(world, tensors, 250 << 20, 0),
         "_broadcast_coalesced, 25 MiB": lambda: dist._broadcast_coalesced(world, tensors, 25 << 20, 0),

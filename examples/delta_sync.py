@@ -32,7 +32,7 @@ def main() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     source, target = (model, None) if is_trainer else (None, model)
 
-    plan = tte.plan_reshard(source, target)
+    plan = tte.transfer.plan_reshard(source, target)
     whole = bytes_of_all(plan.run(version=0 if is_trainer else None).bytes_received)
     base = tte.delta.Snapshot(source)
     for step in range(1, STEPS + 1):

@@ -17,7 +17,7 @@ if __name__ == "__main__":
     fully_shard(trainer, mesh=mesh)
     parallel.parallelize_module(generator, mesh, TP_PLAN)
     optimizer = torch.optim.AdamW(trainer.parameters(), lr=0.01)
-    plan = tte.plan_reshard(trainer, generator)
+    plan = tte.transfer.plan_reshard(trainer, generator)
     for step in (1, 2, 3):
         tokens = (7 * torch.arange(8 * 12).view(8, 12) + step) % VOCAB  # the same on all ranks
         own = tokens.chunk(mesh.size())[mesh.get_rank()]

@@ -43,7 +43,9 @@ def work(job: str) -> None:
             group = transfer.meet(ADDRESS, job=job, rank=dist.get_rank(), jobs=JOBS)
             # The generator's model is plain: each of its ranks gets whole tensors. The logits travel along.
             state = {"model": model.state_dict(), "logits": logits}
-            plan = tte.plan_reshard(*((state, None) if is_trainer else (None, state)), group, timeout_seconds=10)
+            plan = tte.transfer.plan_reshard(
+                *((state, None) if is_trainer else (None, state)), group, timeout_seconds=10
+            )
             while step < STEPS:
                 if is_trainer:
                     optimizer.zero_grad()

@@ -123,9 +123,9 @@ def on_mesh(rank: int, world_size: int) -> list[Any]:
         mesh = init_device_mesh("cpu", shape)
         state = truth()
         order = ShardOrder(((1, 0, 1), (0, 0, 1))) if isinstance(placements[0], _StridedShard) else None
-        state["model"]["w"] = tte.distribute_tensor(state["model"]["w"], mesh, placements, layout=order)
+        state["model"]["w"] = tte.full.distribute_tensor(state["model"]["w"], mesh, placements, layout=order)
         layout_rules = None if order is None else {"w": order}
-        state["model"]["b"] = tte.distribute_tensor(state["model"]["b"], mesh, [Shard(0)] * len(shape))
+        state["model"]["b"] = tte.full.distribute_tensor(state["model"]["b"], mesh, [Shard(0)] * len(shape))
         results.append(fingerprint(state, layouts=layout_rules))
         if placements == [Replicate(), Shard(1)]:
             state["model"]["w"].to_local()[0] += float(rank // (world_size // 2))

@@ -94,7 +94,7 @@ except ImportError as error:
 @pytest.mark.sampled(0.08)
 @pytest.mark.parametrize("name", tte.__all__)
 def test_public_names_can_be_had_first_of_all(name: str) -> None:
-    done = run(f"import torchtitan_ext.fingerprints, torchtitan_ext.full_tensors; print(torchtitan_ext.{name})")
+    done = run(f"import torchtitan_ext.fingerprints, torchtitan_ext.full.tensors; print(torchtitan_ext.{name})")
     assert done.returncode == 0, done.stderr
 
 

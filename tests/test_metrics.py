@@ -45,7 +45,7 @@ def save_load_and_sync(rank: int, world_size: int, path: Path) -> tuple[int, lis
         tte.load(state, path)
         tte.async_save(state, path).result()
         tte.sync_module_states(torch.nn.Linear(4, 4), mesh, verify=True)
-        tte.broadcast_tensors([torch.ones(4)])
+        tte.sync.broadcast_tensors([torch.ones(4)])
     return num_bytes, metrics
 
 

@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from calls import call
-from remedies import refused
+from remedies import is_saved, refused
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -109,15 +109,15 @@ SAVES: dict[str, tuple[Act, Act]] = {
         lambda run: tte.async_save(state(), run / "b", process=True, stager=CpuStager()),
         lambda run: tte.async_save(state(), run / "b", stager=CpuStager(process=True)).result(),
     ),
-    "and no keep, expected how many steps stay": (
+    "and no reuse='latest': nothing asks for the steps of the run": (
         lambda run: tte.save(state(), run / "b", step_pattern="b{step}"),
-        lambda run: os.rename(tte.save(state(), run / "b1", step_pattern="b{step}", keep=1).path, run / "b"),
+        lambda run: os.rename(tte.save(state(), run / "b1", step_pattern="b{step}", reuse="latest").path, run / "b"),
     ),
     "expected a directory <run>/step-<number>": (
         lambda run: tte.save(state(), run / "b", keep=1),
         lambda run: os.rename(tte.save(state(), run / "step-1", keep=1).path, run / "b"),
     ),
-    "whose files each rank fills; leave it out": (
+    "for a checkpoint of DCP, expected safetensors": (
         lambda run: tte.save(state(), run / "b", max_file_bytes=100),
         lambda run: tte.save(state(), run / "b"),
     ),
@@ -273,17 +273,17 @@ VALUES: dict[str, tuple[Any, Any, dict[str, str]]] = {
     "safetensors files keep their notes under this name; give it another one": (
         {"__metadata__": torch.ones(2)},
         {"metadata": torch.ones(2)},
-        {"format": "safetensors"},
+        {"weights": True},
     ),
     "is complex128, which safetensors files have no name for; cast it": (
         {"x": COMPLEX},
         {"x": COMPLEX.to(torch.complex64)},
-        {"format": "safetensors"},
+        {"weights": True},
     ),
     "and safetensors files have nothing else; leave it out": (
         {"x": torch.ones(2), "step": 1},
         {"x": torch.ones(2)},
-        {"format": "safetensors"},
+        {"weights": True},
     ),
 }
 
@@ -299,17 +299,18 @@ def others(value: Any) -> Any:
 
 @pytest.mark.parametrize("text", VALUES)
 def test_values_that_a_save_refuses(tmp_path: Path, text: str) -> None:
-    wrong, right, options = VALUES[text]
-    refused(text, lambda: tte.save({**wrong, "kept": torch.arange(3.0)}, tmp_path, **options))
+    wrong, right, form = VALUES[text]
+    save = tte.weights.save if form else tte.save
+    refused(text, lambda: save({**wrong, "kept": torch.arange(3.0)}, tmp_path))
     right["kept"] = torch.arange(3.0)
-    tte.save(right, tmp_path, **options)
+    save(right, tmp_path)
     target = others(right)
     tte.load(target, tmp_path)
     assert digest_value(target) == digest_value(right)
 
 
 def test_what_safetensors_cannot_hold_is_saved_as_a_checkpoint(tmp_path: Path) -> None:
-    refused("or save it as a checkpoint", lambda: tte.save(state(), tmp_path, format="safetensors"))
+    refused("or save it as a checkpoint", lambda: tte.weights.save(state(), tmp_path))
     tte.save(state(), tmp_path)
     assert is_whole(tmp_path)
 
@@ -595,7 +596,7 @@ def test_a_file_of_torch_save(tmp_path: Path) -> None:
 
 
 def test_safetensors_and_a_reader_of_dcp(tmp_path: Path) -> None:
-    tte.save(WEIGHTS, tmp_path, format="safetensors")
+    tte.weights.save(WEIGHTS, tmp_path)
     reader = FileSystemReader(tmp_path)
     told = "leave storage_reader out, tte.load reads them"
     refused(told, lambda: tte.load(others(WEIGHTS), tmp_path, storage_reader=reader))
@@ -605,7 +606,7 @@ def test_safetensors_and_a_reader_of_dcp(tmp_path: Path) -> None:
 
 def test_a_tensor_in_two_files(tmp_path: Path) -> None:
     for name in "ab":
-        tte.save(WEIGHTS, tmp_path / name, format="safetensors")
+        tte.weights.save(WEIGHTS, tmp_path / name)
         (tmp_path / name / "model.safetensors").rename(tmp_path / f"{name}.safetensors")
     refused("(a.safetensors, b.safetensors); leave it in one", lambda: tte.load(others(WEIGHTS), tmp_path))
     (tmp_path / "b.safetensors").unlink()
@@ -614,7 +615,7 @@ def test_a_tensor_in_two_files(tmp_path: Path) -> None:
 
 
 def test_weights_beside_a_checkpoint(tmp_path: Path) -> None:
-    tte.save(WEIGHTS, tmp_path / "a", format="safetensors", max_file_bytes=20)
+    tte.weights.save(WEIGHTS, tmp_path / "a", max_file_bytes=20)
     for _ in range(2):
         told = refused("save to another directory, or remove them first", lambda: tte.save(state(), tmp_path / "a"))
         (tmp_path / "a" / re.search(r"holds (\S+),", told)[1]).unlink()  # type: ignore[index]
@@ -622,16 +623,16 @@ def test_weights_beside_a_checkpoint(tmp_path: Path) -> None:
     tte.save(state(), tmp_path / "b")
     assert is_whole(tmp_path / "a") and is_whole(tmp_path / "b")
     told = "of a checkpoint of DCP; use another directory"
-    refused(told, lambda: tte.save(WEIGHTS, tmp_path / "a", format="safetensors"))
-    tte.save(WEIGHTS, tmp_path / "c", format="safetensors")
+    refused(told, lambda: tte.weights.save(WEIGHTS, tmp_path / "a"))
+    tte.weights.save(WEIGHTS, tmp_path / "c")
     tte.load(target := others(WEIGHTS), tmp_path / "c")
     assert is_whole(tmp_path / "a") and digest_value(target) == digest_value(WEIGHTS)
     told = "expected a directory, in which the files are made; leave .safetensors out"
-    refused(told, lambda: tte.save(WEIGHTS, tmp_path / "d.safetensors", format="safetensors"))
-    tte.save(WEIGHTS, tmp_path / "d", format="safetensors")
+    refused(told, lambda: tte.weights.save(WEIGHTS, tmp_path / "d.safetensors"))
+    tte.weights.save(WEIGHTS, tmp_path / "d")
     told = "expected none: that is of checkpoints"
-    refused(told, lambda: tte.save(WEIGHTS, tmp_path / "step-1", format="safetensors", keep=1))
-    tte.save(WEIGHTS, tmp_path / "step-1", format="safetensors")
+    refused(told, lambda: tte.save(WEIGHTS, tmp_path / "step-1", keep=1, format="safetensors"))
+    tte.weights.save(WEIGHTS, tmp_path / "step-1")
 
 
 @pytest.mark.filterwarnings("ignore:save. the run goes on with step")
@@ -783,11 +784,11 @@ def test_dtypes_of_joined_tensors(tmp_path: Path) -> None:
     joined = Transform([Rule(["a", "b"], "c", [transforms.concat(0)])])
     told = "cast them to one dtype first, those of a checkpoint by torchtitan-ext convert --dtype"
     refused(told, lambda: tte.load({"c": torch.zeros(4)}, tmp_path / "a", transform=joined))
-    refused(told, lambda: tte.save(saved, tmp_path / "b", format="safetensors", transform=joined))
+    refused(told, lambda: tte.weights.save(saved, tmp_path / "b", transform=joined))
     assert call("convert", tmp_path / "a", tmp_path / "c", "--to", "dcp", "--dtype", "float32").code == 0
     tte.load(target := {"c": torch.zeros(4)}, tmp_path / "c", transform=joined)
     cast = {name: tensor.float() for name, tensor in saved.items()}
-    tte.save(cast, tmp_path / "b", format="safetensors", transform=joined)
+    tte.weights.save(cast, tmp_path / "b", transform=joined)
     tte.load(again := {"c": torch.zeros(4)}, tmp_path / "b")
     assert target["c"].tolist() == again["c"].tolist() == [1.0, 1.0, 0.0, 1.0]
 
@@ -990,9 +991,9 @@ def test_a_full_state_dict() -> None:
     model = stepped()[0]
     full = {"weight": torch.ones(2, 3), "new": torch.ones(1)}
     bias = model.bias.detach().clone()
-    told = refused("pass strict=False to leave it", lambda: tte.set_full_state_dict(model, full))
+    told = refused("pass strict=False to leave it", lambda: tte.full.set_full_state_dict(model, full))
     assert "pass strict=False to skip it" in told
-    tte.set_full_state_dict(model, full, strict=False)
+    tte.full.set_full_state_dict(model, full, strict=False)
     assert torch.equal(model.weight, full["weight"]) and torch.equal(model.bias, bias)
 
 
@@ -1087,13 +1088,14 @@ def in_a_world(rank: int, world_size: int, path: Path) -> list[str]:
     names = [str(rank)]
     dist.broadcast_object_list(names)
     saves(names[0], {"w": own["w"]}, {"w": own["w"]})
-    form = {"format": "safetensors"} if rank else {}
     told = "make the same calls, in one order, on all ranks"
-    refused(told, lambda: tte.save({"w": own["w"]}, path / "no", **form))
-    form = {"format": "safetensors", "transform": Transform([Rule("w", "v")]) if rank else None}
-    told = "pass the same format and transform on every rank"
-    refused(told, lambda: tte.save({"w": own["w"]}, path / "no", **form))
-    saves("weights", {"w": own["w"]}, {"w": own["w"]}, format="safetensors")
+    refused(told, lambda: (tte.weights.save if rank else tte.save)({"w": own["w"]}, path / "no"))
+    other = Transform([Rule("w", "v")]) if rank else None
+    told = "make the same call with the same transform on all ranks"
+    refused(told, lambda: tte.weights.save({"w": own["w"]}, path / "no", transform=other))
+    tte.weights.save({"w": own["w"]}, path / "weights")
+    if not is_saved(path / "weights", {"w": own["w"]}):
+        lost.append("weights")
     policy = {"policy": ElasticPolicy()} if rank else {}
     told = "pass the same policy and sources on every rank"
     refused(told, lambda: tte.load({"w": torch.zeros(3)}, path / "0", **policy))

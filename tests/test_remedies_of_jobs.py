@@ -251,8 +251,8 @@ def test_a_state_that_is_not_transformed_by_a_checkpoint(tmp_path: Path) -> None
     wrapper = {"w": CastOnGather(truth["v"].clone(), torch.float8_e4m3fn)}
     with torch.serialization.safe_globals(ALLOWED):
         told = "save what it holds instead"
-        refused(told, lambda: tte.save(wrapper, tmp_path / "c", format="safetensors"))
-    tte.save({"w": wrapper["w"].weight}, tmp_path / "c", format="safetensors")
+        refused(told, lambda: tte.weights.save(wrapper, tmp_path / "c"))
+    tte.weights.save({"w": wrapper["w"].weight}, tmp_path / "c")
     assert is_saved(tmp_path / "c", {"w": WEIGHTS["w"]})
 
 
@@ -260,8 +260,8 @@ def test_scales_that_a_save_does_not_apply(tmp_path: Path) -> None:
     state = {"w": torch.ones(2, 2), "s": torch.full((1, 1), 3.0)}
     scaled = Transform([Rule(["w", "s"], "w", [transforms.dequantize([2, 2], dtype="float32")])])
     told = "leave the values and their scales as they are"
-    refused(told, lambda: tte.save(state, tmp_path, format="safetensors", transform=scaled))
-    tte.save(state, tmp_path, format="safetensors")
+    refused(told, lambda: tte.weights.save(state, tmp_path, transform=scaled))
+    tte.weights.save(state, tmp_path)
     assert is_saved(tmp_path, state) and is_saved(tmp_path, {"w": state["w"] * 3}, transform=scaled)
 
 
@@ -291,9 +291,9 @@ def test_numbers_of_files(tmp_path: Path) -> None:
     (tmp_path / "b").write_text("")
     refused(
         "expected a directory for the weights; give another path",
-        lambda: tte.save(WEIGHTS, tmp_path / "b", format="safetensors"),
+        lambda: tte.weights.save(WEIGHTS, tmp_path / "b"),
     )
-    tte.save(WEIGHTS, tmp_path / "c", format="safetensors")
+    tte.weights.save(WEIGHTS, tmp_path / "c")
     assert is_saved(tmp_path / "c", WEIGHTS)
 
 
@@ -497,7 +497,7 @@ def test_changes_over_a_plan_of_another_version() -> None:
     source, target = {"w": torch.zeros(3)}, {"w": torch.zeros(3)}
     snapshot = delta.Snapshot(source, version=3)
     source["w"] += 1
-    plan = tte.plan_reshard(source, target)
+    plan = tte.transfer.plan_reshard(source, target)
     changes = snapshot.changes(version=5)
     told = "send the changes from there, or run the plan without changes and with version=5"
     refused(told, lambda: plan.run(changes=changes))
@@ -580,9 +580,9 @@ def test_tensors_that_describe_their_boxes(tmp_path: Path) -> None:
     model = nn.Module()
     model.register_buffer("w", weight.clone())
     model.register_state_dict_post_hook(describe)
-    refused("call full_tensor on it, or load into it", lambda: tte.get_full_state_dict(model))
+    refused("call full_tensor on it, or load into it", lambda: tte.full.get_full_state_dict(model))
     assert torch.equal(tte.full_tensor(model.state_dict()["w"]), weight)
-    told = refused("describes its own boxes", lambda: tte.set_full_state_dict(model, {"w": weight + 1}))
+    told = refused("describes its own boxes", lambda: tte.full.set_full_state_dict(model, {"w": weight + 1}))
     assert told.endswith("call full_tensor on it, or load into it")
     tte.save({"w": weight + 1}, tmp_path)
     tte.load(model.state_dict(), tmp_path)
@@ -670,7 +670,7 @@ def test_patched_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             patch.setattr(state_dict_loader, "_load_state_dict", lambda *args, **kwargs: ours(*args, **kwargs))
             dcp.load(target := zeros(WEIGHTS), checkpoint_id=tmp_path / "a", no_dist=True)
     finally:
-        tte.uninstall()
+        tte.integrations.uninstall()
     assert digest_value(target) == digest_value(WEIGHTS) and (tmp_path / "a" / ".tte_index").exists()
 
 
@@ -687,9 +687,9 @@ def process_group(path: Path) -> Iterator[None]:
 
 
 def test_without_a_process_group(tmp_path: Path) -> None:
-    refused("call init_process_group first", lambda: tte.broadcast_tensors([torch.ones(1)]))
+    refused("call init_process_group first", lambda: tte.sync.broadcast_tensors([torch.ones(1)]))
     with process_group(tmp_path):
-        tte.broadcast_tensors([torch.ones(1)])
+        tte.sync.broadcast_tensors([torch.ones(1)])
 
 
 def test_processes_beside_a_process_group(tmp_path: Path) -> None:
@@ -714,7 +714,7 @@ def in_a_world(rank: int, world_size: int, path: Path) -> list[str]:
     truth, lost = torch.arange(24.0).view(8, 3), []
 
     def cut(*placements: Any, of: DeviceMesh = mesh, tensor: torch.Tensor = truth) -> DTensor:
-        return tte.distribute_tensor(tensor, of, placements or [Shard(0)])
+        return tte.full.distribute_tensor(tensor, of, placements or [Shard(0)])
 
     def check(name: str, is_right: bool) -> None:
         if not is_right:
@@ -727,12 +727,14 @@ def in_a_world(rank: int, world_size: int, path: Path) -> list[str]:
     if rank:
         told = "this rank is not in the process group; call it on the group's ranks only"
         refused(told, lambda: tte.save(WEIGHTS, path / "first", process_group=first))
-        refused("is not in the group; call it on its ranks only", lambda: tte.broadcast_tensors([truth], group=first))
+        refused(
+            "is not in the group; call it on its ranks only", lambda: tte.sync.broadcast_tensors([truth], group=first)
+        )
         told = "make the loader on its ranks only"
         refused(told, lambda: ElasticDataLoader(data, batch_size=2, mesh=only_first))
     else:
         tte.save(WEIGHTS, path / "first", process_group=first)
-        tte.broadcast_tensors([truth.clone()], group=first)
+        tte.sync.broadcast_tensors([truth.clone()], group=first)
         found = [one for batch in ElasticDataLoader(data, batch_size=2, mesh=only_first) for one in batch.tolist()]
         check("mesh of some ranks", sorted(found) == data)
     dist.barrier()
@@ -756,9 +758,9 @@ def in_a_world(rank: int, world_size: int, path: Path) -> list[str]:
     tte.load(pair := {"pair": (torch.zeros(2), 0)}, path / "pair")
     check("plain tensors", digest_value(pair) == digest_value({"pair": (torch.ones(2), 3)}))
     tied = {"a": truth, "b": truth if rank else truth.clone()}
-    refused("tie it on all or none", lambda: tte.save(tied, path / "tied", format="safetensors"))
+    refused("tie it on all or none", lambda: tte.weights.save(tied, path / "tied"))
     for name, one in ("all", truth), ("none", truth.clone()):
-        tte.save({"a": truth, "b": one}, path / name, format="safetensors")
+        tte.weights.save({"a": truth, "b": one}, path / name)
         check(f"tied on {name}", is_saved(path / name, {"a": truth, "b": truth}))
 
     # Changes.
@@ -781,7 +783,7 @@ def in_a_world(rank: int, world_size: int, path: Path) -> list[str]:
     plans = []
     for number in range(2):
         target = {"w": cut(Shard(1), tensor=torch.zeros(8, 3))}
-        plans.append((tte.plan_reshard({"w": cut(tensor=truth + number)}, target), target))
+        plans.append((tte.transfer.plan_reshard({"w": cut(tensor=truth + number)}, target), target))
     refused("run plans in one order on all ranks", plans[rank][0].run)
     for number, (plan, target) in enumerate(plans):
         plan.run()
@@ -822,7 +824,7 @@ def on_meshes_of_their_own(rank: int, world_size: int, path: Path) -> list[Any]:
     # Replicas.
     own = meshes[rank]
     told = "pass one that holds all ranks of the module"
-    refused(told, lambda: tte.sync_module_states({"w": tte.distribute_tensor(truth, mesh, [Replicate()])}, own))
+    refused(told, lambda: tte.sync_module_states({"w": tte.full.distribute_tensor(truth, mesh, [Replicate()])}, own))
     different = DTensor.from_local(truth + rank, mesh, [Replicate()], run_check=False)
     tte.sync_module_states({"w": different}, mesh)
     check("mesh of all ranks", torch.equal(different.to_local(), truth))
@@ -837,14 +839,14 @@ def on_meshes_of_their_own(rank: int, world_size: int, path: Path) -> list[Any]:
 
     # Wrapper subclasses.
     with torch.serialization.safe_globals(ALLOWED):
-        tte.save({"w": tte.distribute_tensor(truth, mesh, [Shard(1)])}, path / "columns")
+        tte.save({"w": tte.full.distribute_tensor(truth, mesh, [Shard(1)])}, path / "columns")
         tte.save({"w": wrapped(CastOnGather, truth[4 * rank : 4 * rank + 4], mesh)}, path / "rows")
         target = {"w": wrapped(CopiedSlices, torch.zeros(4, 3), mesh)}
         told = "load into a tensor of the saved layout, or one without the subclass"
         refused(told, lambda: tte.load(target, path / "columns"))
         tte.load(target, path / "rows")
         check("of the saved layout", torch.equal(target["w"].to_local().weight, truth[4 * rank : 4 * rank + 4]))
-        target = {"w": tte.distribute_tensor(torch.zeros(8, 3), mesh, [Shard(0)])}
+        target = {"w": tte.full.distribute_tensor(torch.zeros(8, 3), mesh, [Shard(0)])}
         tte.load(target, path / "columns")
         check("without the subclass", torch.equal(tte.full_tensor(target["w"]), truth))
     return lost

@@ -26,8 +26,8 @@ from torchtitan_ext.sync import sync_state_dict
 
 
 def test_limits_of_files(tmp_path: Path) -> None:
-    refused('pass format="safetensors"', lambda: tte.save(WEIGHTS, tmp_path, max_file_bytes=20))
-    tte.save(WEIGHTS, tmp_path, max_file_bytes=20, format="safetensors")
+    refused("tte.weights.save(state_dict, path, ...)", lambda: tte.save(WEIGHTS, tmp_path, max_file_bytes=20))
+    tte.weights.save(WEIGHTS, tmp_path, max_file_bytes=20)
     assert len(list(tmp_path.glob("*.safetensors"))) == 2 and is_saved(tmp_path, WEIGHTS)
 
 
@@ -118,7 +118,7 @@ def test_an_index_of_another_metadata(tmp_path: Path) -> None:
 
 
 def test_weights_that_were_cut(tmp_path: Path) -> None:
-    tte.save(WEIGHTS, tmp_path / "a", format="safetensors")
+    tte.weights.save(WEIGHTS, tmp_path / "a")
     (file,) = (tmp_path / "a").glob("*.safetensors")
     whole = file.read_bytes()
     file.write_bytes(whole[:-4])
@@ -225,7 +225,7 @@ def in_a_world(rank: int, world_size: int, path: Path) -> list[str]:
     truth, lost = torch.arange(24.0).view(8, 3), []
 
     def cut(*placements: Any, of: Any = mesh, tensor: torch.Tensor = truth, **options: Any) -> DTensor:
-        return tte.distribute_tensor(tensor, of, placements or [Shard(0)], **options)
+        return tte.full.distribute_tensor(tensor, of, placements or [Shard(0)], **options)
 
     def check(name: str, tensor: torch.Tensor, wanted: torch.Tensor = truth) -> None:
         found = tte.full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
@@ -233,13 +233,13 @@ def in_a_world(rank: int, world_size: int, path: Path) -> list[str]:
             lost.append(name)
 
     # Layouts.
-    refused("redistribute() a DTensor", lambda: tte.distribute_tensor(cut(), mesh, [Replicate()]))
+    refused("redistribute() a DTensor", lambda: tte.full.distribute_tensor(cut(), mesh, [Replicate()]))
     check("redistribute", cut().redistribute(mesh, [Replicate()]))
     strided = [_StridedShard(0, split_factor=2)]
-    order = {"planner": tte.SavePlanner(layouts={"w": tte.ShardOrder((("dp", 0, 2),))})}
+    order = {"planner": tte.SavePlanner(layouts={"w": tte.layout.ShardOrder((("dp", 0, 2),))})}
     for text, wrong in (
-        ("name one of its axes", tte.ShardOrder((("pp", 0, 2),))),
-        ("give one step per sharding axis", tte.ShardOrder((("dp", 0, 2), ("dp", 0, 1)))),
+        ("name one of its axes", tte.layout.ShardOrder((("pp", 0, 2),))),
+        ("give one step per sharding axis", tte.layout.ShardOrder((("dp", 0, 2), ("dp", 0, 1)))),
     ):
         local = cut().to_local()
         state = {"w": DTensor.from_local(local, mesh, strided, run_check=False, shape=truth.shape, stride=(3, 1))}
@@ -255,15 +255,15 @@ def in_a_world(rank: int, world_size: int, path: Path) -> list[str]:
 
     # Transfers.
     source, target = {"w": cut(), "step": 3}, {"w": cut(Shard(1), tensor=torch.zeros(8, 3)), "step": 0}
-    plan = tte.plan_reshard(source, target)
+    plan = tte.transfer.plan_reshard(source, target)
     source["w"] = cut(tensor=truth + 1)
     del source["step"]
     refused("plan the transfer again", plan.run)
     source = {"w": cut(), "step": 3}
-    plan = tte.plan_reshard(source, target)
+    plan = tte.transfer.plan_reshard(source, target)
     source["w"]._local_tensor = source["w"].to_local().clone()
     refused("plan it again", plan.run)
-    tte.plan_reshard(source, target).run()
+    tte.transfer.plan_reshard(source, target).run()
     check("plan again", target["w"])
     told = refused("perhaps step is meant: pass rename=", lambda: tte.reshard(source, {"stepp": 0}))
     named = re.search(r"rename=(\{.*?\})", told)
@@ -271,12 +271,14 @@ def in_a_world(rank: int, world_size: int, path: Path) -> list[str]:
     tte.reshard(source, renamed := {"stepp": 0}, rename=ast.literal_eval(named[1]))
     if renamed != {"stepp": 3}:
         lost.append("rename")
-    refused("give one number, or none on some ranks", lambda: tte.plan_reshard(source, target).run(version=rank))
-    if tte.plan_reshard(source, target).run(version=4 if rank == 0 else None).version != 4:
+    refused(
+        "give one number, or none on some ranks", lambda: tte.transfer.plan_reshard(source, target).run(version=rank)
+    )
+    if tte.transfer.plan_reshard(source, target).run(version=4 if rank == 0 else None).version != 4:
         lost.append("version")
     replicas, whole = {"w": truth + rank}, {"w": torch.zeros(8, 3)}
     refused('plan it with replicas="first"', lambda: tte.reshard(replicas, whole, verify=True))
-    tte.plan_reshard(replicas, whole, replicas="first").run(verify=True)
+    tte.transfer.plan_reshard(replicas, whole, replicas="first").run(verify=True)
     check("replicas", whole["w"])
     layer = torch.nn.Linear(1, 1)
     refused("pass what its state_dict() gives", lambda: tte.reshard({"layer": Part(1)}, {"layer": Part(2)}))
@@ -288,11 +290,11 @@ def in_a_world(rank: int, world_size: int, path: Path) -> list[str]:
     snapshot = delta.Snapshot(trained, version=0)
     refused(
         "make the snapshot of a source in the target's dtype",
-        lambda: tte.plan_reshard(trained, half, cast="allow").run(changes=snapshot.changes()),
+        lambda: tte.transfer.plan_reshard(trained, half, cast="allow").run(changes=snapshot.changes()),
     )
     trained = {"w": cut(tensor=truth.bfloat16())}
     snapshot = delta.Snapshot(trained, version=0)
-    plan = tte.plan_reshard(trained, half)
+    plan = tte.transfer.plan_reshard(trained, half)
     plan.run(version=0)
     trained["w"].to_local().add_(1)
     plan.run(changes=snapshot.changes())
@@ -305,22 +307,22 @@ def in_a_world(rank: int, world_size: int, path: Path) -> list[str]:
     summed.weight = torch.nn.Parameter(summed.weight.data.redistribute(mesh, [Replicate()]))
     tte.sync_module_states(summed)
     check("sync", summed.weight.detach(), truth * world_size)
-    refused("pass its local tensor, or use sync_state_dict", lambda: tte.broadcast_tensors([cut(Replicate())]))
+    refused("pass its local tensor, or use sync_state_dict", lambda: tte.sync.broadcast_tensors([cut(Replicate())]))
     different = DTensor.from_local(truth + rank, mesh, [Replicate()], run_check=False)
-    tte.broadcast_tensors([different.to_local()])
+    tte.sync.broadcast_tensors([different.to_local()])
     check("local tensor", different.to_local())
     different = DTensor.from_local(truth + rank, mesh, [Replicate()], run_check=False)
     sync_state_dict({"w": different})
     check("sync_state_dict", different.to_local())
     sparse = torch.eye(3).to_sparse()
-    refused("convert it to a dense strided tensor first", lambda: tte.broadcast_tensors([sparse]))
+    refused("convert it to a dense strided tensor first", lambda: tte.sync.broadcast_tensors([sparse]))
     dense = sparse.to_dense() * (rank == 0)
-    tte.broadcast_tensors([dense])
+    tte.sync.broadcast_tensors([dense])
     check("dense", dense, torch.eye(3))
     turned = (torch.ones(2, dtype=torch.complex64) * (1j if rank == 0 else 0)).conj()
-    refused("resolve it first", lambda: tte.broadcast_tensors([turned]))
+    refused("resolve it first", lambda: tte.sync.broadcast_tensors([turned]))
     turned = turned.resolve_conj()
-    tte.broadcast_tensors([turned])
+    tte.sync.broadcast_tensors([turned])
     check("resolve", turned, torch.full((2,), -1j))
     layer.register_buffer("seen", torch.tensor(float(rank)))
     for parameter in layer.parameters():

@@ -27,7 +27,7 @@ def outcome(rank: int, world_size: int, code: str, is_installed: bool) -> str:
     except SystemExit:
         pass
     finally:
-        tte.uninstall()
+        tte.integrations.uninstall()
     return ""
 
 

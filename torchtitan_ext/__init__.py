@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchtitan_ext import checkpoint as checkpoint
     from torchtitan_ext import delta as delta
     from torchtitan_ext import elastic, errors, ops
+    from torchtitan_ext import full as full
+    from torchtitan_ext import integrations as integrations
     from torchtitan_ext import layout as layout
     from torchtitan_ext import ranks as ranks
     from torchtitan_ext import runs as runs
@@ -23,21 +26,20 @@ if TYPE_CHECKING:
     from torchtitan_ext import sync as sync
     from torchtitan_ext import transfer as transfer
     from torchtitan_ext import transforms as transforms
+    from torchtitan_ext import weights as weights
     from torchtitan_ext.checkpoint import LoadPlanner, SavePlanner, async_save, load, save
     from torchtitan_ext.fingerprints import fingerprint
-    from torchtitan_ext.full_state_dicts import get_full_state_dict, set_full_state_dict
-    from torchtitan_ext.full_tensors import distribute_tensor, full_tensor
-    from torchtitan_ext.integrations.install import install, installed, uninstall
-    from torchtitan_ext.layout import ShardOrder
+    from torchtitan_ext.full.tensors import full_tensor
+    from torchtitan_ext.integrations.install import install
     from torchtitan_ext.offline.dry_run.run import dry_run
     from torchtitan_ext.runs import CheckpointManager
     from torchtitan_ext.state.flat_buffer import flatten_state_dict, unflatten_state_dict
     from torchtitan_ext.storage import FileReader, FileWriter, latest
-    from torchtitan_ext.sync import broadcast_tensors, sync_module_states
+    from torchtitan_ext.sync import sync_module_states
     from torchtitan_ext.sync.check import check_replicas
-    from torchtitan_ext.transfer import plan_reshard, reshard
+    from torchtitan_ext.transfer import reshard
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CheckpointManager",
@@ -45,49 +47,51 @@ __all__ = [
     "FileWriter",
     "LoadPlanner",
     "SavePlanner",
-    "ShardOrder",
     "async_save",
-    "broadcast_tensors",
     "check_replicas",
-    "distribute_tensor",
     "dry_run",
     "elastic",
     "errors",
     "fingerprint",
     "flatten_state_dict",
     "full_tensor",
-    "get_full_state_dict",
     "install",
-    "installed",
     "latest",
     "load",
     "ops",
-    "plan_reshard",
     "reshard",
     "save",
-    "set_full_state_dict",
     "sync_module_states",
     "unflatten_state_dict",
-    "uninstall",
 ]
 
 # Rooms that are reached by attribute too, as after ``import torchtitan_ext.sync``.
-_ROOMS = ("checkpoint", "delta", "layout", "ranks", "runs", "state", "storage", "sync", "transfer", "transforms")
+_ROOMS = (
+    *("checkpoint", "delta", "full", "integrations", "layout", "ranks", "runs", "state", "storage", "sync", "transfer"),
+    *("transforms", "weights"),
+)
 
 _MODULE_OF = {
     "CheckpointManager": "runs",
     **dict.fromkeys(("LoadPlanner", "SavePlanner", "async_save", "load", "save"), "checkpoint"),
-    **dict.fromkeys(("distribute_tensor", "full_tensor"), "full_tensors"),
-    **dict.fromkeys(("get_full_state_dict", "set_full_state_dict"), "full_state_dicts"),
-    **dict.fromkeys(("broadcast_tensors", "sync_module_states"), "sync"),
+    "full_tensor": "full.tensors",
+    "sync_module_states": "sync",
     "check_replicas": "sync.check",
     **dict.fromkeys(("FileReader", "FileWriter", "latest"), "storage"),
-    **dict.fromkeys(("install", "installed", "uninstall"), "integrations.install"),
-    **dict.fromkeys(("plan_reshard", "reshard"), "transfer"),
-    "ShardOrder": "layout",
+    "install": "integrations.install",
+    "reshard": "transfer",
     **dict.fromkeys(("flatten_state_dict", "unflatten_state_dict"), "state.flat_buffer"),
     "dry_run": "offline.dry_run.run",
     "fingerprint": "fingerprints",
+}
+
+# Names that were at the top until 0.2, by the room where they are: docs/use/migrate.md.
+_MOVED = {
+    "ShardOrder": "layout",
+    "broadcast_tensors": "sync",
+    **dict.fromkeys(("distribute_tensor", "get_full_state_dict", "set_full_state_dict"), "full"),
+    **dict.fromkeys(("installed", "uninstall"), "integrations"),
+    "plan_reshard": "transfer",
 }
 
 
@@ -95,14 +99,18 @@ _MODULE_OF = {
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        if name not in __all__ and name not in _ROOMS:
+        if name not in __all__ and name not in _ROOMS and name not in _MOVED:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
-            module = importlib.import_module(f"{__name__}.{_MODULE_OF.get(name, name)}")
+            module = importlib.import_module(f"{__name__}.{_MODULE_OF.get(name, _MOVED.get(name, name))}")
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise
             raise ImportError(f"torchtitan_ext.{name} needs torch 2.11 or newer; run: pip install torch") from None
+        if name in _MOVED:
+            text = f"torchtitan_ext.{name} is torchtitan_ext.{_MOVED[name]}.{name} since 0.2"
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
+            return getattr(module, name)
         value = getattr(module, name) if name in _MODULE_OF else module
         globals()[name] = value
         return value

@@ -1,4 +1,4 @@
-"""accelerate's own ``Accelerator`` with FSDP2: saved by N ranks, resumed by M, with ``tte.installed()`` and without."""
+"""accelerate's own ``Accelerator`` with FSDP2: saved by N ranks, resumed by M, with ``installed()`` and without."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -27,7 +27,7 @@ from transformers.integrations import tensor_parallel
 
 STEPS_BEFORE, STEPS_AFTER = 3, 3
 BATCH_SIZE = 12
-HOW = {"ours": tte.installed, "stock": nullcontext}
+HOW = {"ours": tte.integrations.installed, "stock": nullcontext}
 
 
 class Classifier(nn.Module):

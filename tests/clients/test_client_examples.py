@@ -35,7 +35,7 @@ def run_example(rank: int, world_size: int, name: str, path: Path) -> str:
         ):
             runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     finally:
-        tte.uninstall()
+        tte.integrations.uninstall()
         forget_accelerate()
     return printed.getvalue()
 

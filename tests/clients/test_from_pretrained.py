@@ -57,7 +57,7 @@ def sharded(model: Any, world_size: int) -> Any:
 
 def save_sharded(rank: int, world_size: int, name: str, path: Path, max_file_bytes: int) -> None:
     model = sharded(model_of(name), world_size)
-    tte.save(model.state_dict(), path, format="safetensors", max_file_bytes=max_file_bytes)
+    tte.weights.save(model.state_dict(), path, max_file_bytes=max_file_bytes)
 
 
 def load_sharded(rank: int, world_size: int, name: str, path: Path) -> list[str]:

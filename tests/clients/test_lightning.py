@@ -33,7 +33,7 @@ SIDES = ("stock", "ours")
 
 
 def of_side(side: str) -> AbstractContextManager[None]:
-    return tte.installed() if side == "ours" else nullcontext()
+    return tte.integrations.installed() if side == "ours" else nullcontext()
 
 
 def whole_batches(sizes: Sizes) -> Tensor:

@@ -33,7 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 STEPS_BEFORE, STEPS_AFTER = 3, 3
 BATCH_SIZE, SEQUENCE, VOCABULARY = 12, 9, 37
-HOW = {"ours": tte.installed, "stock": nullcontext}
+HOW = {"ours": tte.integrations.installed, "stock": nullcontext}
 Answer = tuple[Any, list[float]]
 
 

@@ -193,7 +193,7 @@ class Job:
 
 
 def of_side(side: str) -> AbstractContextManager[None]:
-    return tte.installed() if side == "ours" else nullcontext()
+    return tte.integrations.installed() if side == "ours" else nullcontext()
 
 
 def first_job(rank: int, world_size: int, optimizer: type[torch.optim.Optimizer], path: Path) -> list[float]:

@@ -32,7 +32,7 @@ STEPS_BEFORE, STEPS_AFTER = 3, 3
 BATCH_SIZE, SEQUENCE = 12, 9
 # Uneven over 3 ranks. There transformers' own meshes train a tied embedding otherwise, checkpoint or not.
 VOCABULARY = 40
-HOW = {"ours": tte.installed, "stock": nullcontext}
+HOW = {"ours": tte.integrations.installed, "stock": nullcontext}
 
 SHAPE = {
     "vocab_size": VOCABULARY,

@@ -164,13 +164,13 @@ def train(rank: int, address: str, folder: Path) -> list[int]:
     )
     mesh = init_device_mesh("cpu", (NUM_TRAINERS,))
     state = {
-        name: tte.distribute_tensor(weight, mesh, [Replicate() if name == "norm.weight" else Shard(0)])
+        name: tte.full.distribute_tensor(weight, mesh, [Replicate() if name == "norm.weight" else Shard(0)])
         for name, weight in weights_of(0).items()
     }
 
     def become(version: int) -> None:
         for name, weight in weights_of(version).items():
-            state[name].copy_(tte.distribute_tensor(weight, mesh, state[name].placements))
+            state[name].copy_(tte.full.distribute_tensor(weight, mesh, state[name].placements))
 
     client = Client(folder / "calls")
     info = TrainerEngineInfo(

@@ -48,7 +48,7 @@ def test_states_of_inference_mode(path: Path, count: int) -> None:
     with torch.inference_mode():
         base = tte.delta.Snapshot({"w": source})
         targets = [torch.zeros(100), torch.zeros(100)]
-    plan = tte.plan_reshard({"w": source}, {"w": targets[0]})
+    plan = tte.transfer.plan_reshard({"w": source}, {"w": targets[0]})
     plan.run(version=0)
     source[:count] = 1
     changes = base.changes()
@@ -61,7 +61,7 @@ def test_states_of_inference_mode(path: Path, count: int) -> None:
 
 def test_changes_can_be_sent_after_the_snapshot_went_on() -> None:
     source, target = torch.zeros(100), torch.zeros(100)
-    base, plan = tte.delta.Snapshot({"w": source}), tte.plan_reshard({"w": source}, {"w": target})
+    base, plan = tte.delta.Snapshot({"w": source}), tte.transfer.plan_reshard({"w": source}, {"w": target})
     plan.run(version=0)
     source[3] = 1
     first = base.changes()
@@ -248,7 +248,7 @@ def test_files_that_change_between_load_and_apply(path: Path, damage: Callable[.
 def test_changes_of_another_dtype_or_layout_are_not_sent() -> None:
     """As many elements of as many bytes, on as many places."""
     source, target = torch.zeros(6, dtype=torch.float16), torch.zeros(6, dtype=torch.float16)
-    plan = tte.plan_reshard({"w": source}, {"w": target})
+    plan = tte.transfer.plan_reshard({"w": source}, {"w": target})
     plan.run(version=0)
     whole = source.bfloat16()
     boxes = [((0,), (3,)), ((3,), (3,))]
@@ -282,7 +282,7 @@ UNKNOWN_TO_FILES = ["float4_e2m1fn_x2", "complex32", "bits8", "bits1x8", "bits16
 def test_dtypes_that_files_do_not_have(path: Path, name: str) -> None:
     memory, target = (torch.zeros(64, dtype=torch.uint8) for _ in range(2))
     state, filled = ({"w": tensor.view(getattr(torch, name))} for tensor in (memory, target))
-    base, plan = tte.delta.Snapshot(state), tte.plan_reshard(state, filled)
+    base, plan = tte.delta.Snapshot(state), tte.transfer.plan_reshard(state, filled)
     plan.run(version=0)
     memory[::9] = 3
     changes = base.changes()
@@ -295,7 +295,7 @@ def test_dtypes_that_files_do_not_have(path: Path, name: str) -> None:
 
 def test_keys_that_are_no_text(path: Path) -> None:
     state, filled = {"w\udc80": torch.zeros(3), "v": torch.zeros(3)}, {"w\udc80": torch.zeros(3)}
-    base, plan = tte.delta.Snapshot(state), tte.plan_reshard(state, filled)
+    base, plan = tte.delta.Snapshot(state), tte.transfer.plan_reshard(state, filled)
     plan.run(version=0)
     state["w\udc80"][0] = 1
     changes = base.changes()

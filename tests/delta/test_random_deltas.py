@@ -56,7 +56,7 @@ def send_random_changes(rank: int, world_size: int, seeds: list[int], directory:
         keep = draw.choice(["values", "values", "hashes"])
         kept._BLOCK_ELEMENTS = draw.choice([16, whole_block])
         base = tte.delta.Snapshot(source.tensors or None, version=seed, layouts=source.orders, keep=keep)
-        plan = tte.plan_reshard(
+        plan = tte.transfer.plan_reshard(
             source.tensors or None,
             target.tensors or None,
             source_layouts=source.orders,

@@ -47,7 +47,7 @@ def over_plans(rank: int, world_size: int) -> None:
     whole = torch.arange(48.0).view(6, 8)
     source, target = rows(whole, world_size), columns(whole * 0, world_size)
     base = tte.delta.Snapshot({"w": source}, version=3)
-    plan = tte.plan_reshard({"w": source}, {"w": target})
+    plan = tte.transfer.plan_reshard({"w": source}, {"w": target})
     source.to_local()[0, 3] = -1
     changes = base.changes(version=5)
     assert (changes.base_version, changes.version, changes.num_changed) == (3, 5, 1)
@@ -83,11 +83,11 @@ def over_plans(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"call changes\(\) first"):
         tte.delta.Snapshot({"w": source}).advance()
     half = {"w": columns(whole.bfloat16(), world_size)}
-    casting = tte.plan_reshard({"w": source}, half, cast="allow")
+    casting = tte.transfer.plan_reshard({"w": source}, half, cast="allow")
     casting.run(version=5)
     with refused(StateRefusedError, "w: is cast on its way, which changes cannot follow", half["w"]):
         casting.run(changes=changes)
-    other = tte.plan_reshard({"w": columns(whole, world_size)}, {"w": rows(whole, world_size)})
+    other = tte.transfer.plan_reshard({"w": columns(whole, world_size)}, {"w": rows(whole, world_size)})
     with refused(WrongBaseError, "changes: are of other tensors than the source that was planned"):
         other.run(changes=changes)
 

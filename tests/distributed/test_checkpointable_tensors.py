@@ -134,7 +134,7 @@ def gather_and_sync(rank: int, world_size: int, path: Path) -> list[str]:
         "w: describes its own boxes, and on rank 0 these make no sense": lambda: tte.sync_module_states(broken, mesh),
         "w: describes its own boxes, and on rank 0 .* no sense: global_offsets has 0": lambda: tte.save(broken, path),
         "tensor: describes its own boxes, and on rank 0 these": lambda: tte.full_tensor(broken["w"]),
-        "w: describes its own boxes, which full state dicts do not follow": lambda: tte.get_full_state_dict(model),
+        "w: describes its own boxes, which full state dicts do not follow": lambda: tte.full.get_full_state_dict(model),
     }
     broken = {"w": boxed(torch.zeros(4), (8,), [((4 * rank,), (0,), (4,))])}
     if rank == 0:

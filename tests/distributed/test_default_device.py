@@ -33,7 +33,7 @@ def state_of(mesh: DeviceMesh, fill: int) -> dict[str, Any]:
     """Sharded, replicated and plain tensors; more keys than the first message has room for."""
     numbers = torch.arange(21).reshape(7, 3) * fill
     model: dict[str, Any] = {
-        f"{str(dtype).removeprefix('torch.')}.{name}": tte.distribute_tensor(numbers.to(dtype), mesh, [placement])
+        f"{str(dtype).removeprefix('torch.')}.{name}": tte.full.distribute_tensor(numbers.to(dtype), mesh, [placement])
         for dtype in DTYPES
         for name, placement in (("rows", Shard(0)), ("replicated", Replicate()))
     }
@@ -75,11 +75,11 @@ def everything(rank: int, world_size: int, folder: Path) -> None:
             module[0].weight += rank
         assert len(tte.check_replicas(module, mesh, locate=True)) == 1
         tte.sync_module_states(module, mesh, verify=True)
-        made = tte.distribute_tensor(state["strided"], mesh, [Shard(1)])
+        made = tte.full.distribute_tensor(state["strided"], mesh, [Shard(1)])
         assert isinstance(made, DTensor)
         assert torch.equal(tte.full_tensor(made), state["strided"])
-        full = tte.get_full_state_dict(module)
-        tte.set_full_state_dict(module, full)
+        full = tte.full.get_full_state_dict(module)
+        tte.full.set_full_state_dict(module, full)
         # A model that was built where nothing has memory.
         built = nn.Linear(3, 2)
         assert built.weight.is_meta

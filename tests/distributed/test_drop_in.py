@@ -232,7 +232,7 @@ class FusedQkv(nn.Module):
         fully_shard(self, mesh=mesh["dp"])
 
 
-QKV_ORDER = {"wqkv": tte.ShardOrder((("tp", 0, 3), ("dp", 0, 1)))}
+QKV_ORDER = {"wqkv": tte.layout.ShardOrder((("tp", 0, 3), ("dp", 0, 1)))}
 QKV_STEPS = [Step(1, 0, 3), Step(0, 0)]
 
 
@@ -250,9 +250,9 @@ def load_fused_qkv(rank: int, world_size: int, mesh_shape: tuple[int, int], rows
     model = FusedQkv(mesh, torch.zeros_like(whole))
     tte.load(model.state_dict(), path, planner=tte.LoadPlanner(layouts=QKV_ORDER))
     lines = differences(model.state_dict(), {"wqkv": whole}, QKV_STEPS)
-    lines += differences(tte.get_full_state_dict(model, layouts=QKV_ORDER), {"wqkv": whole})
+    lines += differences(tte.full.get_full_state_dict(model, layouts=QKV_ORDER), {"wqkv": whole})
     poison(model.state_dict())
-    tte.set_full_state_dict(model, {"wqkv": whole}, layouts=QKV_ORDER)
+    tte.full.set_full_state_dict(model, {"wqkv": whole}, layouts=QKV_ORDER)
     return lines + differences(model.state_dict(), {"wqkv": whole}, QKV_STEPS)
 
 
@@ -414,7 +414,7 @@ def test_one_key_on_two_meshes(run_world, tmp_path: Path) -> None:
 
 def load_under_a_graph(rank: int, world_size: int, path: Path) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
-    weight = nn.Parameter(tte.distribute_tensor(torch.full((4,), 2.0), mesh, [Shard(0)]))
+    weight = nn.Parameter(tte.full.distribute_tensor(torch.full((4,), 2.0), mesh, [Shard(0)]))
     tte.save({"w": weight}, path)
     loss = (weight * weight).sum()
     tte.load({"w": weight}, path)
@@ -429,7 +429,7 @@ def test_a_graph_of_before_the_load_refuses_its_backward(run_world, tmp_path: Pa
 def save_pending(rank: int, world_size: int, path: Path) -> list[float]:
     """What an asynchronous collective still writes is waited for, also by the copy of an asynchronous save."""
     mesh = init_device_mesh("cpu", (world_size,))
-    sharded = tte.distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    sharded = tte.full.distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
     if rank == 1:
         time.sleep(0.3)
     pending = sharded.redistribute(mesh, [Replicate()], async_op=True)

@@ -20,10 +20,10 @@ import torchtitan_ext as tte
 ALL = [*HANDMADE, INTERLEAVED_QKV]
 
 
-def stated_layouts(layout: HandMade) -> dict[str, tte.ShardOrder] | None:
+def stated_layouts(layout: HandMade) -> dict[str, tte.layout.ShardOrder] | None:
     if not layout.must_be_stated:
         return None
-    return {"*": tte.ShardOrder(tuple((step.axis, step.dim, step.split_factor) for step in layout.steps))}
+    return {"*": tte.layout.ShardOrder(tuple((step.axis, step.dim, step.split_factor) for step in layout.steps))}
 
 
 def save_handmade(rank: int, world_size: int, layout: HandMade, path: Path) -> None:

@@ -43,10 +43,10 @@ except ImportError:  # torch before 2.15
 STOCK_TARGETS = [left_to_right("fsdp", (4,), Shard(0)), left_to_right("fsdp_dim1", (2,), Shard(1))]
 
 
-def stated_layouts(layout: HandMade) -> dict[str, tte.ShardOrder] | None:
+def stated_layouts(layout: HandMade) -> dict[str, tte.layout.ShardOrder] | None:
     if not layout.must_be_stated:
         return None
-    return {"*": tte.ShardOrder(tuple((step.axis, step.dim, step.split_factor) for step in layout.steps))}
+    return {"*": tte.layout.ShardOrder(tuple((step.axis, step.dim, step.split_factor) for step in layout.steps))}
 
 
 def save_ours(rank: int, world_size: int, layout: HandMade, path: Path) -> None:

@@ -90,7 +90,7 @@ def save_and_load_over_nccl(rank: int, world_size: int, path: Path) -> list[str]
     future = tte.async_save(job.state(), path / "saved behind")
     job.step()  # while that save is under way
     future.result()
-    tte.save({"model": job.state()["model"]}, path / "weights", format="safetensors")
+    tte.weights.save({"model": job.state()["model"]}, path / "weights")
     lines = []
     for name in ("saved", "saved behind"):
         other.step()
@@ -120,7 +120,7 @@ def in_memory_over_nccl(rank: int, world_size: int) -> list[str]:
     back = tte.unflatten_state_dict(buffers, manifest, meshes=[job.mesh, job.mesh["dp"], job.mesh["tp"]])
     lines += [f"flatten: {line}" for line in wrong(back, truth)]
 
-    plan = tte.plan_reshard(job.model, other.model)
+    plan = tte.transfer.plan_reshard(job.model, other.model)
     plan.run(version=0)
     base = tte.delta.Snapshot(job.model)
     job.step()
@@ -181,7 +181,7 @@ LAYOUTS: list[tuple[tuple[int, ...], tuple[Any, ...]]] = [
 
 def spread(whole: dict[str, Tensor], sizes: tuple[int, ...], placements: tuple[Any, ...]) -> dict[str, Tensor]:
     mesh = init_device_mesh("cuda", sizes)
-    return {name: tte.distribute_tensor(tensor.cuda(), mesh, placements) for name, tensor in whole.items()}
+    return {name: tte.full.distribute_tensor(tensor.cuda(), mesh, placements) for name, tensor in whole.items()}
 
 
 def every_layout_into_every_other(rank: int, world_size: int, path: Path) -> list[str]:

@@ -132,7 +132,7 @@ def synced(rank: int, world_size: int) -> list[Any]:
     group = ordered_group([2, 3, 0])
     if rank in (2, 3, 0):
         plain = torch.full((3,), float(rank))
-        tte.broadcast_tensors([plain], group=group, src=1)
+        tte.sync.broadcast_tensors([plain], group=group, src=1)
         told.append(plain.tolist())
     return told
 

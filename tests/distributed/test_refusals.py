@@ -160,7 +160,7 @@ def test_through_stock_the_report_is_the_last_block_and_comes_once(run_world, tm
 
 
 def fixed_interleaved(rank: int, world_size: int, path: Path) -> list[str]:
-    order = tte.ShardOrder((("axis1", 0, 3), ("axis0", 0, 1)))
+    order = tte.layout.ShardOrder((("axis1", 0, 3), ("axis0", 0, 1)))
     whole = random_whole((24, 2), torch.float32, 0)
     state = {"model": interleaved_qkv(rank, world_size)}
     moments = build_handmade(INTERLEAVED_QKV, {"exp_avg": whole, "exp_avg_sq": whole})
@@ -171,7 +171,7 @@ def fixed_interleaved(rank: int, world_size: int, path: Path) -> list[str]:
     names = ["model.layers.0.wqkv.weight"]
     names += [f"optimizer.state.layers.0.wqkv.weight.{moment}" for moment in ("exp_avg", "exp_avg_sq")]
     lines = differences(state, dict.fromkeys(names, whole), list(INTERLEAVED_QKV.steps))
-    wrong = tte.ShardOrder((("axis1", 1, 3), ("axis0", 0, 1)))
+    wrong = tte.layout.ShardOrder((("axis1", 1, 3), ("axis0", 0, 1)))
     refused = refusal_of(lambda: tte.save(state, path, planner=tte.SavePlanner(layouts={"*wqkv.weight": wrong})))
     assert refused is not None and refused[0] == "LayoutError" and "stated order" in refused[1]
     return lines

@@ -80,7 +80,7 @@ def refusing(kind: str, ranks: tuple[int, ...], disk: Path) -> Iterator[None]:
 
 def save(step: int, run: Path, *, is_async: bool, **options: Any) -> tuple[str, str]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    state = {"w": tte.distribute_tensor(torch.full((ROWS, 4), float(step)), mesh, [Shard(0)]), "step": step}
+    state = {"w": tte.full.distribute_tensor(torch.full((ROWS, 4), float(step)), mesh, [Shard(0)]), "step": step}
     path = run / f"step-{step}"
     result = (
         tte.async_save(state, path, **options).result(timeout=120) if is_async else tte.save(state, path, **options)

@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,9 +84,9 @@ def assert_same(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) 
 def save_model(rank: int, world_size: int, layout: str, sizes: Any, path: Path, is_async: bool) -> None:
     model = build_model(BY_NAME[layout], sizes)
     if is_async:
-        tte.async_save(model.state_dict(), path, format="safetensors", max_file_bytes=3000).result()
+        tte.weights.async_save(model.state_dict(), path, max_file_bytes=3000).result()
     else:
-        tte.save(model.state_dict(), path, format="safetensors", max_file_bytes=3000)
+        tte.weights.save(model.state_dict(), path, max_file_bytes=3000)
 
 
 @pytest.mark.parametrize(
@@ -186,9 +187,9 @@ def save_tied(rank: int, world_size: int, path: Path, how: str) -> None:
     if world_size > 1:
         fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     if how == "save":
-        tte.save(model.state_dict(), path, format="safetensors")
+        tte.weights.save(model.state_dict(), path)
     else:
-        tte.async_save(model.state_dict(), path, format="safetensors", process=how == "child").result()
+        tte.weights.async_save(model.state_dict(), path, process=how == "child").result()
 
 
 @pytest.mark.parametrize(("world_size", "how"), [(1, "save"), (3, "save"), (2, "thread"), (1, "child")])
@@ -217,7 +218,7 @@ def test_tied_weights_of_the_library(tmp_path: Path) -> None:
 def save_half_tied(rank: int, world_size: int, path: Path) -> str:
     values = torch.zeros(3)
     with pytest.raises(StateRefusedError) as caught:
-        tte.save({"a": values, "b": values if rank else values.clone()}, path, format="safetensors")
+        tte.weights.save({"a": values, "b": values if rank else values.clone()}, path)
     return str(caught.value)
 
 
@@ -249,7 +250,7 @@ def test_more_files_than_can_be_open(run_world: Callable[..., Any], tmp_path: Pa
 
 def save_boxes(rank: int, world_size: int, case: str, path: Path) -> None:
     shape, boxes = boxed_tensors.CASES[case]
-    tte.save({"w": boxed_tensors.cut(whole_of(shape), boxes[rank])}, path, format="safetensors")
+    tte.weights.save({"w": boxed_tensors.cut(whole_of(shape), boxes[rank])}, path)
 
 
 def whole_of(shape: tuple[int, ...]) -> torch.Tensor:
@@ -268,12 +269,12 @@ def test_files_are_cut_by_bytes_and_have_no_gaps(tmp_path: Path) -> None:
         name: torch.full((size,), 1, dtype=torch.uint8)
         for name, size in zip("abcde", (40, 60, 250, 1, 99), strict=True)
     }
-    saved = tte.save(state, tmp_path / "hf", format="safetensors", max_file_bytes=100, no_dist=True)
+    saved = tte.weights.save(state, tmp_path / "hf", max_file_bytes=100, no_dist=True)
     names = sorted(os.listdir(tmp_path / "hf"))
     assert names == [*(f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)), INDEX]
     assert [sorted(load_file(tmp_path / "hf" / name)) for name in names[:-1]] == [["a", "b"], ["c"], ["d", "e"]]
     assert (saved.path, saved.num_bytes) == (str(tmp_path / "hf"), 450)
-    tte.save({"a": state["a"]}, tmp_path / "hf", format="safetensors", no_dist=True)
+    tte.weights.save({"a": state["a"]}, tmp_path / "hf", no_dist=True)
     assert os.listdir(tmp_path / "hf") == ["model.safetensors"]
 
 
@@ -283,7 +284,7 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
     (tmp_path / "tokenizer" / "vocab.txt").write_text("a b c")
     for value, max_file_bytes in ((1.0, 10), (2.0, 1000), (3.0, 10)):
         state = {"a": torch.full((3,), value), "b": torch.full((4,), value)}
-        tte.save(state, tmp_path, format="safetensors", max_file_bytes=max_file_bytes, no_dist=True)
+        tte.weights.save(state, tmp_path, max_file_bytes=max_file_bytes, no_dist=True)
         assert_same(read_by_the_library(tmp_path), state)
     assert (tmp_path / "config.json").read_text() == "{}"
     assert (tmp_path / "tokenizer" / "vocab.txt").read_text() == "a b c"
@@ -296,7 +297,7 @@ def test_a_mounted_directory_is_filled_from_within(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("torchtitan_ext.storage.commit.commit._is_mounted", lambda path: path == target)
     before = os.listdir(tmp_path)
     for value in (1.0, 2.0):
-        tte.save({"a": torch.full((3,), value)}, target, format="safetensors", no_dist=True)
+        tte.weights.save({"a": torch.full((3,), value)}, target, no_dist=True)
         assert_same(read_by_the_library(target), {"a": torch.full((3,), value)})
     assert os.listdir(target) == ["model.safetensors"] and os.listdir(tmp_path) == before
 
@@ -312,13 +313,13 @@ def refuse(rank: int, world_size: int, path: Path) -> str:
         "fine": torch.zeros(3),
     }
     with torch.serialization.safe_globals([TwoTensor]), pytest.raises(StateRefusedError) as caught:
-        tte.save(state, path, format="safetensors")
+        tte.weights.save(state, path)
     return str(caught.value)
 
 
 def test_all_that_the_format_lacks_is_refused_at_once(run_world: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
-    tte.save({"w": torch.ones(2)}, tmp_path / "old", format="safetensors", no_dist=True)
+    tte.weights.save({"w": torch.ones(2)}, tmp_path / "old", no_dist=True)
     before = sorted(path.name for path in tmp_path.rglob("*"))
     texts = run_world(2, refuse, tmp_path / "old")
     assert texts[0] == texts[1]
@@ -336,22 +337,22 @@ def test_all_that_the_format_lacks_is_refused_at_once(run_world: Callable[..., A
 @pytest.mark.parametrize("dtype", sorted(set(DTYPES.values()) - set(FORMAT_DTYPES), key=str), ids=str)
 def test_dtypes_that_the_format_lacks(tmp_path: Path, dtype: torch.dtype) -> None:
     with pytest.raises(StateRefusedError, match="which safetensors files have no name for"):
-        tte.save({"w": torch.zeros(2, dtype=dtype)}, tmp_path / "hf", format="safetensors", no_dist=True)
+        tte.weights.save({"w": torch.zeros(2, dtype=dtype)}, tmp_path / "hf", no_dist=True)
     assert os.listdir(tmp_path) == []
 
 
 def test_a_stock_planner_is_refused_the_same(tmp_path: Path) -> None:
     for state, text in (({"step": 3}, "is no tensor"), ({"w": torch.zeros(2, dtype=torch.complex128)}, "complex128")):
         with pytest.raises(StateRefusedError, match=text):
-            tte.save(state, tmp_path / "hf", format="safetensors", planner=DefaultSavePlanner(), no_dist=True)
+            tte.weights.save(state, tmp_path / "hf", planner=DefaultSavePlanner(), no_dist=True)
     assert os.listdir(tmp_path) == []
     state = {"w": torch.arange(5.0)}
-    tte.save(state, tmp_path / "hf", format="safetensors", planner=DefaultSavePlanner(), no_dist=True)
+    tte.weights.save(state, tmp_path / "hf", planner=DefaultSavePlanner(), no_dist=True)
     assert_same(read_by_the_library(tmp_path / "hf"), state)
 
 
 def test_a_checkpoint_is_not_put_beside_old_weights(tmp_path: Path) -> None:
-    tte.save({"w": torch.ones(2)}, tmp_path / "hf", format="safetensors", no_dist=True)
+    tte.weights.save({"w": torch.ones(2)}, tmp_path / "hf", no_dist=True)
     before = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
     with pytest.raises(CheckpointFailedError, match=r"holds model.safetensors, old weights .* another directory"):
         tte.save({"w": torch.zeros(2)}, tmp_path / "hf", no_dist=True)
@@ -363,7 +364,7 @@ def test_a_checkpoint_is_not_put_beside_old_weights(tmp_path: Path) -> None:
 def test_a_checkpoint_is_not_replaced_by_weights(tmp_path: Path) -> None:
     tte.save({"w": torch.ones(2)}, tmp_path, no_dist=True)
     with pytest.raises(CheckpointFailedError, match="of a checkpoint of DCP; use another directory"):
-        tte.save({"w": torch.ones(2)}, tmp_path, format="safetensors", no_dist=True)
+        tte.weights.save({"w": torch.ones(2)}, tmp_path, no_dist=True)
     assert (tmp_path / ".metadata").exists()
 
 
@@ -371,32 +372,59 @@ def test_a_checkpoint_is_not_replaced_by_weights(tmp_path: Path) -> None:
     ("options", "text"),
     [
         ({"format": "hf"}, 'got format=\'hf\', expected "dcp" or "safetensors"'),
-        ({"format": "safetensors", "max_file_bytes": 0}, "got max_file_bytes=0, expected at least 1"),
-        ({"format": "safetensors", "fingerprints": True}, "and fingerprints=True, expected none"),
-        ({"format": "safetensors", "reuse": "latest"}, "and reuse='latest', expected none"),
-        ({"format": "safetensors", "step_pattern": "hf-{step}"}, "and step_pattern='hf-{step}', expected none"),
-        ({"format": "safetensors", "path": "s3://bucket/hf"}, "expected a directory"),
+        ({"format": "safetensors", "fingerprints": True}, "got fingerprints=True for safetensors, expected none"),
+        ({"format": "safetensors", "reuse": "latest"}, "got reuse='latest' for safetensors, expected none"),
+        (
+            {"format": "safetensors", "step_pattern": "{step}"},
+            "got step_pattern='{step}' for safetensors",
+        ),
+        ({"format": "safetensors", "keep": 3}, "got keep=3 for safetensors, expected none"),
         ({"format": "safetensors", "fallback": "s3://bucket/hf"}, "expected a directory"),
         (
-            {"format": "safetensors", "path": "hf/model.safetensors"},
-            "expected a directory, in which the files",
+            {"format": "dcp", "max_file_bytes": 10**9},
+            "got max_file_bytes for a checkpoint of DCP",
         ),
-        ({"format": "dcp", "max_file_bytes": 10**9}, 'max_file_bytes=1000000000 and format="dcp"'),
     ],
 )
-def test_arguments_that_do_not_go_together(tmp_path: Path, options: dict[str, Any], text: str) -> None:
-    options = {"path": tmp_path / "hf", **options}
+@pytest.mark.filterwarnings("ignore:tte.save:DeprecationWarning")
+def test_arguments_of_old_that_do_not_go_together(tmp_path: Path, options: dict[str, Any], text: str) -> None:
     with pytest.raises(WrongValueError, match=text):
-        tte.save({"w": torch.ones(2)}, no_dist=True, **options)
+        tte.save({"w": torch.ones(2)}, tmp_path / "hf", no_dist=True, **options)
     if options["format"] == "safetensors":
         with pytest.raises(WrongValueError, match="storage_writer"):
             tte.save({}, tmp_path, storage_writer=FileSystemWriter(tmp_path), format="safetensors", no_dist=True)
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"max_file_bytes": 0}, "weights.save: got max_file_bytes=0, expected at least 1"),
+        ({"path": "s3://bucket/hf"}, "expected a directory"),
+        ({"path": "hf/model.safetensors"}, "expected a directory, in which the files"),
+    ],
+)
+def test_arguments_that_do_not_go_together(tmp_path: Path, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(WrongValueError, match=text):
+        tte.weights.save({"w": torch.ones(2)}, no_dist=True, **{"path": tmp_path / "hf", **options})
+
+
+def test_what_is_no_safetensors_is_not_loaded_as_such(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2)}
+    tte.save(state, tmp_path / "dcp", no_dist=True)
+    tte.weights.save(state, tmp_path / "hf", no_dist=True)
+    for place in (tmp_path / "dcp", tmp_path / "nothing"):
+        with pytest.raises(WrongValueError, match="expected a safetensors file, or a directory with some"):
+            tte.weights.load(state, place, no_dist=True)
+    loaded = {"w": torch.zeros(2)}
+    report = tte.weights.load(loaded, tmp_path / "hf", no_dist=True)
+    assert_same(loaded, state)
+    assert "1 entry" in str(report)
+
+
 def test_a_file_is_not_replaced_by_a_directory(tmp_path: Path) -> None:
     (tmp_path / "weights").write_text("theirs")
     with pytest.raises(CheckpointFailedError, match="weights is a file, expected a directory"):
-        tte.save({"w": torch.ones(2)}, tmp_path / "weights", format="safetensors", no_dist=True)
+        tte.weights.save({"w": torch.ones(2)}, tmp_path / "weights", no_dist=True)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"weights": "theirs"}
 
 
@@ -409,7 +437,7 @@ def test_a_directory_keeps_its_mode_and_its_processes(
     target.chmod(mode)
     monkeypatch.chdir(target if mode == 0o755 else tmp_path)
     for value in (1.0, 2.0):
-        saved = tte.save({"w": torch.full((2,), value)}, target, format="safetensors", no_dist=True)
+        saved = tte.weights.save({"w": torch.full((2,), value)}, target, no_dist=True)
         assert target.stat().st_mode & 0o7777 == mode and os.path.samefile(os.getcwd(), os.curdir)
     assert_same(read_by_the_library(target), {"w": torch.full((2,), 2.0)})
     assert list(saved.metadata.state_dict_metadata) == ["w"]
@@ -421,20 +449,24 @@ def save_by_other_rules(rank: int, world_size: int, path: Path) -> str:
     renames = [Transform([Rule("a", "x"), Rule("b", "y")]), Transform([Rule("a", "y"), Rule("b", "x")])]
     texts = []
     for options in (
-        {"format": "safetensors", "transform": renames[rank]},
-        {"format": "safetensors", "transform": renames[0] if rank == 0 else None},
+        {"transform": renames[rank]},
+        {"transform": renames[0] if rank == 0 else None},
     ):
         with pytest.raises(ReplicaMismatchError) as caught:
-            tte.save(state, path, **options)
+            tte.weights.save(state, path, **options)
         texts.append(str(caught.value))
-    with pytest.raises(DifferentCallsError, match=r"rank 0 calls save, rank 1 save\(format='safetensors'\)"):
-        tte.save(state, path, format=["dcp", "safetensors"][rank])
+    with pytest.raises(DifferentCallsError, match=r"rank 0 calls save, rank 1 weights.save"):
+        (tte.weights.save if rank else tte.save)(state, path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with pytest.raises(ReplicaMismatchError, match="make the same call with the same transform"):
+            tte.save(state, path, format=["dcp", "safetensors"][rank])
     return "\n".join(texts)
 
 
 def test_ranks_that_would_write_other_tensors_are_refused(run_world: Callable[..., Any], tmp_path: Path) -> None:
     first, second = run_world(2, save_by_other_rules, tmp_path / "hf")
-    assert first == second and first.count("pass the same format and transform on every rank") == 2
+    assert first == second and first.count("make the same call with the same transform on all ranks") == 2
     assert os.listdir(tmp_path) == []
 
 
@@ -478,10 +510,10 @@ def test_a_writer_that_is_told_the_file_of_each_tensor(run_world: Callable[..., 
 def save_with_cached_plans(rank: int, world_size: int, path: Path) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     planner = tte.SavePlanner(enable_plan_caching=True)
-    for number, format in enumerate(("safetensors", "safetensors", "dcp", "safetensors")):
+    for number, save in enumerate((tte.weights.save, tte.weights.save, tte.save, tte.weights.save)):
         local = torch.full((3,), float(10 * number + rank))
         state = {"w": DTensor.from_local(local, mesh, [Shard(0)], run_check=False)}
-        tte.save(state, path / str(number), format=format, planner=planner)  # type: ignore[arg-type]
+        save(state, path / str(number), planner=planner)
 
 
 def test_plans_that_are_cached(run_world: Callable[..., Any], tmp_path: Path) -> None:
@@ -504,7 +536,7 @@ def fail_on_one_rank(rank: int, world_size: int, path: Path, method: str, one_wr
     with pytest.raises(CheckpointFailedError) as caught:
         tte.save(state, storage_writer=writer, planner=Planner())
     assert caught.value.is_of_storage
-    tte.save({"v": torch.zeros(1)}, path.with_name("again"), format="safetensors")
+    tte.weights.save({"v": torch.zeros(1)}, path.with_name("again"))
     return str(caught.value)
 
 
@@ -513,7 +545,7 @@ def fail_on_one_rank(rank: int, world_size: int, path: Path, method: str, one_wr
 def test_a_rank_that_fails_leaves_the_old_weights(
     run_world: Callable[..., Any], tmp_path: Path, method: str, one_writer: bool
 ) -> None:
-    tte.save({"w": torch.ones(2)}, tmp_path / "hf", format="safetensors", no_dist=True)
+    tte.weights.save({"w": torch.ones(2)}, tmp_path / "hf", no_dist=True)
     texts = run_world(3, fail_on_one_rank, tmp_path / "hf", method, one_writer)
     assert len(set(texts)) == 1 and "rank 1: OSError: [Errno 28] No space left on device" in texts[0]
     assert texts[0].count("another rank failed") == (2 if one_writer else 0)
@@ -551,7 +583,7 @@ def save_in_portions(rank: int, world_size: int, path: Path) -> None:
         for name, local in zip(names, locals_of, strict=True)
     }
     stager = tte.checkpoint.CpuStager(host_memory_bytes=30_000)
-    saving = tte.async_save(state, path, format="safetensors", max_file_bytes=20_000, stager=stager)
+    saving = tte.weights.async_save(state, path, max_file_bytes=20_000, stager=stager)
     for local in locals_of:
         local.zero_()
     saving.result()

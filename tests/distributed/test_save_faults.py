@@ -24,7 +24,7 @@ FAILING_RANK = 1
 
 def sharded(rows: int = 9) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return {"w": tte.distribute_tensor(torch.arange(rows * 4.0).view(rows, 4), mesh, [Shard(0)]), "step": 7}
+    return {"w": tte.full.distribute_tensor(torch.arange(rows * 4.0).view(rows, 4), mesh, [Shard(0)]), "step": 7}
 
 
 def save(state: dict[str, Any], path: Path, is_async: bool, **options: Any) -> None:

@@ -36,7 +36,7 @@ LIMIT_BYTES = 100_000
 def state_of(step: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.full((ROWS, 4), float(step))
-    return {"w": tte.distribute_tensor(whole, mesh, [Shard(0)]), "step": step}
+    return {"w": tte.full.distribute_tensor(whole, mesh, [Shard(0)]), "step": step}
 
 
 class Full:
@@ -111,7 +111,7 @@ def test_a_full_disk(run_world, tmp_path: Path, world_size: int, kind: str, full
         assert f"rank {full_ranks[0]}" in error and "File too large" in error
     assert "File too large" in seen[0][3] and "File too large" in seen[0][4]  # the third in a row, and more, are raised
     assert loaded_steps(run) == [1, 6, 7]
-    assert tte.load({"step": 0}, run, step="latest", no_dist=True, planner=tte.LoadPlanner()) is None
+    tte.load({"step": 0}, run, step="latest", no_dist=True, planner=tte.LoadPlanner())
 
 
 def save_with_fallback(rank: int, world_size: int, folder: Path, kind: str) -> list[Any]:
@@ -262,7 +262,7 @@ def test_nothing_stays_of_a_save_that_failed(tmp_path: Path, is_async: bool) -> 
             else:
                 tte.save(state, tmp_path / "file" / "step")
         with pytest.raises(CheckpointFailedError, match="got a file, expected a directory; move it: .*file'"):
-            tte.save({"w": torch.ones(9)}, tmp_path / "file" / "weights", format="safetensors")
+            tte.weights.save({"w": torch.ones(9)}, tmp_path / "file" / "weights")
     died = weakref.ref(state["w"])
     state.clear()
     del caught

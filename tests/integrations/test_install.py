@@ -57,7 +57,7 @@ def is_stock() -> bool:
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
     yield
-    tte.uninstall()
+    tte.integrations.uninstall()
     assert is_stock()
 
 
@@ -90,11 +90,11 @@ def test_random_states_are_as_with_stock(tmp_path: Path) -> None:
             stock = outcome(state, by_stock)
         except (Exception, CheckpointException):
             stock = "refused"
-        with tte.installed(weights_only=False):
+        with tte.integrations.installed(weights_only=False):
             plain_save(state, by_us)
             assert outcome(state, by_us) == "equal", seed
             across = outcome(state, by_stock) if stock == "equal" else stock
-        with tte.installed():
+        with tte.integrations.installed():
             assert outcome(state, by_us) == "equal" or holds(state, is_foreign), seed
         if stock == "equal":
             row = holds(state, is_walked_by_us_only)
@@ -115,9 +115,12 @@ class Outsider:
 def test_classes_that_a_load_may_take(tmp_path: Path) -> None:
     dcp.save({"hook": Outsider()}, checkpoint_id=tmp_path, no_dist=True)
     state: dict[str, Any] = {"hook": None}
-    with tte.installed(), pytest.raises(CheckpointException, match=r"allow_classes=\[\S*Outsider\] to .* tte.install"):
+    with (
+        tte.integrations.installed(),
+        pytest.raises(CheckpointException, match=r"allow_classes=\[\S*Outsider\] to .* tte.install"),
+    ):
         dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
-    with tte.installed(allow_classes=[Outsider]):
+    with tte.integrations.installed(allow_classes=[Outsider]):
         dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
     assert isinstance(state["hook"], Outsider)
 
@@ -146,12 +149,12 @@ def nine_rows(rank: int, world_size: int, path: Path, is_installed: bool) -> str
     except CheckpointException as error:
         return f"refused: {error}"
     finally:
-        tte.uninstall()
+        tte.integrations.uninstall()
 
 
 def load_whole(rank: int, world_size: int, path: Path) -> bool:
     state = {"w": torch.zeros(9, 3)}
-    with tte.installed():
+    with tte.integrations.installed():
         dcp.load(state, checkpoint_id=path)
     return torch.equal(state["w"], torch.arange(27.0).view(9, 3))
 
@@ -244,7 +247,7 @@ def test_what_is_replaced_and_what_is_left_alone(users: list[Any], tmp_path: Pat
 
 def test_options_are_carried_over(users: list[Any], tmp_path: Path) -> None:
     state = {"a": {"w": torch.arange(3.0)}, "step": 3}
-    with tte.installed(replicas="first", verify="all", cast="allow"):
+    with tte.integrations.installed(replicas="first", verify="all", cast="allow"):
         planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True, enable_plan_caching=True)
         writer = FileSystemWriter(tmp_path / "0", sync_files=False, thread_count=2, overwrite=False)
         dcp.save(state, planner=planner, storage_writer=writer, no_dist=True)
@@ -268,7 +271,7 @@ def test_options_are_carried_over(users: list[Any], tmp_path: Path) -> None:
 
 def test_names_imported_earlier_and_deprecated_ones(users: list[Any], tmp_path: Path) -> None:
     state = {"w": torch.arange(3.0)}
-    with tte.installed():
+    with tte.integrations.installed():
         save(state, checkpoint_id=tmp_path / "0", no_dist=True)
         load(state, checkpoint_id=tmp_path / "0", no_dist=True)
         assert kinds(users) == OURS_IN_SAVE + OURS_IN_LOAD
@@ -286,18 +289,18 @@ def test_twice_and_nested(users: list[Any], tmp_path: Path) -> None:
         plain_save(state, tmp_path / "step")
         return kinds(users)
 
-    tte.uninstall()
+    tte.integrations.uninstall()
     tte.install()
     tte.install(storage=False)
     assert used() == ["SavePlanner"]
-    with tte.installed(planners=False):
+    with tte.integrations.installed(planners=False):
         assert used() == ["FileWriter"]
-        with tte.installed():
-            tte.uninstall()
+        with tte.integrations.installed():
+            tte.integrations.uninstall()
             assert used() == OURS_IN_SAVE
         assert used() == ["FileWriter"]
     assert is_stock() and used() == []
-    with pytest.raises(ZeroDivisionError), tte.installed():
+    with pytest.raises(ZeroDivisionError), tte.integrations.installed():
         1 / 0  # noqa: B018
     assert is_stock()
 
@@ -309,7 +312,7 @@ def test_threads_that_enter_and_leave_in_any_order(tmp_path: Path) -> None:
     def enter(own: Path, is_last: bool) -> None:
         try:
             for _ in range(20):
-                with tte.installed():
+                with tte.integrations.installed():
                     both.wait(60)
                     assert not is_stock()
                     plain_save({"w": torch.ones(2)}, own)
@@ -335,7 +338,7 @@ def test_threads_that_enter_and_leave_in_any_order(tmp_path: Path) -> None:
 def save_in_child(path: Path) -> None:
     assert not is_stock()
     plain_save({"w": torch.ones(2)}, path)
-    tte.uninstall()
+    tte.integrations.uninstall()
     assert is_stock()
 
 
@@ -350,7 +353,7 @@ def test_a_fork_has_its_own(tmp_path: Path) -> None:
 
 
 def test_what_was_replaced_is_logged_once(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    with caplog.at_level(logging.INFO, "torchtitan_ext.integrations.install"), tte.installed():
+    with caplog.at_level(logging.INFO, "torchtitan_ext.integrations.install"), tte.integrations.installed():
         for step in range(2):
             plain_save({"w": torch.ones(2)}, tmp_path / str(step))
     assert [record.message for record in caplog.records] == [
@@ -367,7 +370,7 @@ def test_a_function_that_somebody_has_patched_is_refused(monkeypatch: pytest.Mon
         with pytest.raises(CannotInstallError, match=r"_load_state_dict was patched by .*patched before") as caught:
             tte.install()
         assert "\n" not in str(caught.value)
-        with pytest.raises(CannotInstallError), tte.installed():
+        with pytest.raises(CannotInstallError), tte.integrations.installed():
             pass
         assert state_dict_saver._save_state_dict is STOCK[state_dict_saver, "_save_state_dict"]
 
@@ -384,10 +387,10 @@ def test_ours_that_somebody_puts_back_later_is_taken_again(tmp_path: Path) -> No
     tte.install()
     ours = state_dict_saver._save_state_dict
     state_dict_saver._save_state_dict = functools.wraps(ours)(lambda *args, **kwargs: ours(*args, **kwargs))
-    tte.uninstall()
+    tte.integrations.uninstall()
     state_dict_saver._save_state_dict = ours
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "stock")
-    with tte.installed():
+    with tte.integrations.installed():
         dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "ours")
     assert not is_native(tmp_path / "stock") and is_native(tmp_path / "ours")
 
@@ -400,7 +403,7 @@ def test_wrong_arguments_are_those_of_stock(tmp_path: Path) -> None:
         (({}, writer), {"storage_writer": writer}),
         (({}, writer), {"no_such": 1}),
     ]
-    with tte.installed():
+    with tte.integrations.installed():
         for args, kwargs in calls:
             with pytest.raises(TypeError):
                 state_dict_saver._save_state_dict(*args, **kwargs)
@@ -415,7 +418,7 @@ def test_who_patches_after_us_keeps_it(users: list[Any], tmp_path: Path) -> None
 
     state_dict_saver._save_state_dict = theirs
     try:
-        tte.uninstall()
+        tte.integrations.uninstall()
         assert state_dict_saver._save_state_dict is theirs
         plain_save({"w": torch.ones(2)}, tmp_path / "step")
         assert kinds(users) == []
@@ -448,16 +451,16 @@ def test_a_run_that_is_set_back(tmp_path: Path) -> None:
     def save(step: int) -> None:
         dcp.save({"step": step}, checkpoint_id=tmp_path / f"step-{step}", no_dist=True)
 
-    with tte.installed(branch="error"):
+    with tte.integrations.installed(branch="error"):
         save(1)
         save(5)
         dcp.load({"step": 0}, checkpoint_id=tmp_path / "step-1", no_dist=True)
         with pytest.raises(CheckpointException, match="branch='error', and the run has newer steps"):
             save(2)
-    with tte.installed(branch="keep"):
+    with tte.integrations.installed(branch="keep"):
         save(2)
     assert tte.latest(tmp_path) == tmp_path / "step-5"
-    with tte.installed(), pytest.warns(UserWarning, match="the run goes on with step 3"):
+    with tte.integrations.installed(), pytest.warns(UserWarning, match="the run goes on with step 3"):
         dcp.load({"step": 0}, checkpoint_id=tmp_path / "step-2", no_dist=True)
         save(3)
     assert tte.latest(tmp_path) == tmp_path / "step-3"
@@ -467,7 +470,7 @@ def save_asynchronously(rank: int, world_size: int, path: Path, kind: AsyncCheck
     try:
         for step, options in enumerate(({}, {"planner": DefaultSavePlanner()})):
             # What a save was begun with counts, though it may be written after the end of the with.
-            with tte.installed():
+            with tte.integrations.installed():
                 future = dcp.async_save(
                     {"w": torch.arange(9.0)}, checkpoint_id=path / str(step), async_checkpointer_type=kind, **options
                 )
@@ -523,16 +526,19 @@ def meet_a_full_disk(rank: int, world_size: int, folder: Path, how: str) -> tupl
     state = {"w": torch.arange(100_000.0), f"of_{rank}": torch.arange(100_000.0) + rank}
     with mock.patch.object(logging.getLogger("torchtitan_ext.integrations.install"), "warning") as warn:
         for step in range(1, 6):
-            with tte.installed(on_error="warn", retries=1, max_failures=3), FullDisk((1,) if step in (2, 3, 4) else ()):
+            with (
+                tte.integrations.installed(on_error="warn", retries=1, max_failures=3),
+                FullDisk((1,) if step in (2, 3, 4) else ()),
+            ):
                 said.append(saved_by(how, state, run / f"step-{step}"))
-        with tte.installed(fallback=folder / "other"), FullDisk((0, 1)):
+        with tte.integrations.installed(fallback=folder / "other"), FullDisk((0, 1)):
             said.append(saved_by(how, state, run / "step-6"))
         if rank == 0:
             (folder / "file").write_text("no directory")
         dist.barrier()
-        with tte.installed(fallback=folder / "other"):
+        with tte.integrations.installed(fallback=folder / "other"):
             said.append(saved_by(how, state, folder / "file" / "step-7"))
-        with tte.installed(on_error="warn", retries=2):  # the state is at fault: nothing is tried again
+        with tte.integrations.installed(on_error="warn", retries=2):  # the state is at fault: nothing is tried again
             said.append(saved_by(how, {"x": rank}, run / "step-8"))
         logged = [call.args[0] % call.args[1:] for call in warn.call_args_list]
     return said, logged
@@ -551,7 +557,7 @@ def test_storage_that_refuses_a_save(run_world: Callable[..., Any], tmp_path: Pa
     assert sorted(path.name for path in run.iterdir() if not path.name.startswith(".")) == ["step-1", "step-5"]
     for path in (run / "step-1", run / "step-5", of_run / "step-7"):
         target = {"w": torch.zeros(100_000), "of_1": torch.zeros(100_000)}
-        with tte.installed():
+        with tte.integrations.installed():
             dcp.load(target, checkpoint_id=path, no_dist=True)
         assert torch.equal(target["of_1"], torch.arange(100_000.0) + 1)
 
@@ -563,9 +569,9 @@ def meet_no_directory(rank: int, world_size: int, folder: Path) -> list[Any]:
     dist.barrier()
     state, said = {"w": torch.arange(9.0)}, []
     try:
-        with tte.installed(fallback=folder / "other", retries=1):
+        with tte.integrations.installed(fallback=folder / "other", retries=1):
             said.append(saved_by("process", state, folder / "file" / "step-1"))
-        with tte.installed(on_error="warn", retries=1):
+        with tte.integrations.installed(on_error="warn", retries=1):
             said.append(saved_by("process", state, folder / "file" / "step-2"))
             said.append(saved_by("process", state, folder / "run" / "step-3"))
     finally:
@@ -600,7 +606,7 @@ def never_overwrite(init: Any) -> Any:
 def test_a_torch_that_overwrites_only_when_asked_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DCP has announced that ``overwrite`` will be False by default."""
     state = {"w": torch.arange(9.0)}
-    with tte.installed():
+    with tte.integrations.installed():
         dcp.save(state, checkpoint_id=tmp_path / "0", no_dist=True)
         dcp.save(state, checkpoint_id=tmp_path / "0", no_dist=True)
         monkeypatch.setattr(FileSystemWriter, "__init__", never_overwrite(FileSystemWriter.__init__))

@@ -59,7 +59,7 @@ def save_and_load(rank: int, world_size: int, path: Path) -> list[str]:
             full = {name: tte.full_tensor(value) for name, value in state.items()}
             lines += differences(full, {name: truth[name] for name in layouts})
     finally:
-        tte.uninstall()
+        tte.integrations.uninstall()
     return lines
 
 
@@ -74,7 +74,7 @@ def save_later(rank: int, world_size: int, path: Path, kind: AsyncCheckpointerTy
     try:
         dcp.async_save(state, storage_writer=writer_of(path), async_checkpointer_type=kind).result()
     finally:
-        tte.uninstall()
+        tte.integrations.uninstall()
     assert not (path / "sharded").exists()
     return differences(load_file(path / "model.safetensors"), {name: truth[name] for name in state})
 

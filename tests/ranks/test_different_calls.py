@@ -22,13 +22,13 @@ def calls_of(path: Path) -> dict[str, Callable[..., Any]]:
     def state() -> dict[str, Any]:
         return {"w": torch.ones(3)}
 
-    plan = tte.plan_reshard(state(), state())
+    plan = tte.transfer.plan_reshard(state(), state())
     calls = {
         "save": lambda **more: tte.save(state(), path / "save", **more),
         "async_save": lambda **more: tte.async_save(state(), path / "async", **more).result(),
         "load": lambda **more: tte.load(state(), path / "saved", **more),
         "load(prove=True)": lambda **more: tte.load(state(), path / "saved", prove=True, **more),
-        "save(format='safetensors')": lambda: tte.save(state(), path / "weights", format="safetensors"),
+        "weights.save": lambda: tte.weights.save(state(), path / "weights"),
         "reshard": lambda **more: tte.reshard(state(), state(), **more),
         "plan.run": lambda **more: plan.run(**more),
         "recover": lambda **more: tte.transfer.recover(
@@ -36,7 +36,7 @@ def calls_of(path: Path) -> dict[str, Callable[..., Any]]:
         ),
         "fingerprint": lambda: tte.fingerprint(state()),
         "check_replicas": lambda: tte.check_replicas(state(), mesh),
-        "broadcast_tensors": lambda: tte.broadcast_tensors([torch.ones(3)]),
+        "broadcast_tensors": lambda: tte.sync.broadcast_tensors([torch.ones(3)]),
         "snapshot": lambda **more: tte.delta.Snapshot(state(), **more),
         "delta.load": lambda **more: tte.delta.load(path / "changes", **more),
     }
@@ -48,7 +48,7 @@ def calls_of(path: Path) -> dict[str, Callable[..., Any]]:
 PAIRS = [
     *permutations(["save", "load", "reshard", "fingerprint", "check_replicas", "broadcast_tensors", "recover"], 2),
     *permutations(["load", "load(prove=True)"], 2),
-    *permutations(["save", "save(format='safetensors')", "async_save"], 2),
+    *permutations(["save", "weights.save", "async_save"], 2),
     *permutations(["plan.run", "snapshot", "delta.load"], 2),
 ]
 OF_SYNCS = {"check_replicas", "broadcast_tensors"}
@@ -120,12 +120,12 @@ def test_what_one_rank_refuses_all_refuse(run_world: Callable[..., Any], tmp_pat
 
 def run_in_other_ways(rank: int, world_size: int) -> list[str]:
     source, target, texts = {"w": torch.ones(3)}, {"w": torch.zeros(3)}, []
-    plan = tte.plan_reshard(source, target)
+    plan = tte.transfer.plan_reshard(source, target)
     for call, name, values in (
         (plan.run, "verify", (False, True)),
         (tte.reshard, "verify", (False, True)),
         (tte.reshard, "replicas", ("equal", "first")),
-        (tte.plan_reshard, "replicas", ("equal", "first")),
+        (tte.transfer.plan_reshard, "replicas", ("equal", "first")),
     ):
         with pytest.raises(ReplicaMismatchError) as caught:
             call(*(() if call == plan.run else (source, target)), **{name: values[rank]})
@@ -144,7 +144,7 @@ def test_runs_with_other_arguments_are_refused_by_name(run_world: Callable[..., 
 
 def different_phases(rank: int, world_size: int) -> str:
     """One call, of which one rank is elsewhere."""
-    plan = tte.plan_reshard({"w": torch.ones(3)}, {"w": torch.zeros(3)})
+    plan = tte.transfer.plan_reshard({"w": torch.ones(3)}, {"w": torch.zeros(3)})
     with pytest.raises(DifferentCallsError) as caught:
         if rank == 0:
             plan.run(version=1)

@@ -40,7 +40,7 @@ def lose(rank: int, world_size: int, folder: str, when: str) -> None:
     tensors = [torch.zeros(LARGE if when == "sending" else 10)]
     mesh = init_device_mesh("cpu", (world_size,))
     group = dist.new_group(timeout=TIMEOUT) if when == "sending" else None
-    tte.broadcast_tensors(tensors, group=group)
+    tte.sync.broadcast_tensors(tensors, group=group)
     if rank == LOST_RANK:
         if when == "sending":
             # From now on this rank does nothing but transfers: the timer ends it in one.
@@ -52,7 +52,7 @@ def lose(rank: int, world_size: int, folder: str, when: str) -> None:
         if when == "checking":
             tte.check_replicas(nn.Linear(3, 3), mesh)
         while when != "checking":
-            tte.broadcast_tensors(tensors, group=group, check=when == "agreeing")
+            tte.sync.broadcast_tensors(tensors, group=group, check=when == "agreeing")
     assert time.perf_counter() - start < LONGEST_SECONDS
     Path(folder, str(rank)).write_text(str(caught.value))
 
@@ -84,7 +84,7 @@ def fail_twice(rank: int, world_size: int) -> list[tuple[int, ...]]:
                 raise dist.DistNetworkError("connection reset")
             silent.append(caught.value.silent)
         dist.barrier()
-        tte.broadcast_tensors([torch.zeros(3)])
+        tte.sync.broadcast_tensors([torch.zeros(3)])
         dist.barrier()
     return silent
 
@@ -123,7 +123,7 @@ def fail_locally(rank: int, world_size: int) -> list[str]:
     resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), hard))
     try:
         with roll_call, pytest.raises(RuntimeError) as memory:
-            tte.broadcast_tensors([tensor], bucket_bytes=1 << 29)
+            tte.sync.broadcast_tensors([tensor], bucket_bytes=1 << 29)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     return [f"{type(caught.value).__name__}: {caught.value}" for caught in (stride, memory)]

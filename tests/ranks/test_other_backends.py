@@ -36,7 +36,7 @@ def whole_story(rank: int, world_size: int, path: Path, backend: str) -> list[st
     tte.reshard(state, moved := {"w": torch.zeros(9)}, group, verify=True)
     lines += differences(moved, TRUTH)
     weights = [torch.full((3,), float(rank)), torch.full((2, 2), rank)]
-    tte.broadcast_tensors(weights, group=group, src=0)
+    tte.sync.broadcast_tensors(weights, group=group, src=0)
     lines += [f"rank {rank} has {weight}" for weight in weights if weight.any()]
     assert tte.fingerprint({"w": weights[0]}) == tte.fingerprint({"w": torch.zeros(3)})
     return lines

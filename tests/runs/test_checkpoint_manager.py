@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, get_state_dict
 
 import torchtitan_ext as tte
-from torchtitan_ext.checkpoint.operation.arguments import OnStorageError
+from torchtitan_ext.checkpoint.operation.save_job import OnStorageError
 from torchtitan_ext.errors import (
     AbsentRunError,
     CheckpointFailedError,

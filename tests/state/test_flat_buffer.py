@@ -281,7 +281,7 @@ def flatten_random(rank: int, world_size: int, seeds: list[int]) -> list[str]:
         target, of_target = build(
             {fqn: torch.zeros_like(whole) for fqn, whole in truth.items()}, random_layouts(seed + 7, world_size, truth)
         )
-        tte.plan_reshard(boxes, target, target_layouts=of_target).run()
+        tte.transfer.plan_reshard(boxes, target, target_layouts=of_target).run()
         for fqn, tensor in target.items():
             if not same_bits(tte.full_tensor(tensor, layout=of_target.get(fqn)), truth[fqn]):
                 lines.append(f"{seed}: {fqn} by boxes")

@@ -45,7 +45,7 @@ class SideOfTransfer:
         mesh_shapes = [shape for shape in SUB_MESH_SHAPES if torch.Size(shape).numel() <= world_size]
         self.tensors: dict[str, DTensor] = {}
         self.layouts = {name: random_layout(draw, mesh_shapes, whole.ndim) for name, whole in truth.items()}
-        self.orders: dict[str, tte.ShardOrder] = {}
+        self.orders: dict[str, tte.layout.ShardOrder] = {}
         for name, layout in self.layouts.items():
             ranks = draw.sample(range(world_size), layout.world_size)
             is_strided = draw.random() < 0.3
@@ -57,7 +57,7 @@ class SideOfTransfer:
                 local = self.tensors[name]._local_tensor
                 local.set_(local.T.contiguous().T if local.dim() == 2 else torch.stack([local, local], -1)[..., 0])
             if layout.must_be_stated and layout.steps:
-                self.orders[name] = tte.ShardOrder(
+                self.orders[name] = tte.layout.ShardOrder(
                     tuple((step.axis, step.dim, step.split_factor) for step in layout.steps)
                 )
 
@@ -93,7 +93,7 @@ def random_layout(draw: random.Random, mesh_shapes: list[tuple[int, ...]], num_d
 
 def build(
     truth: dict[str, torch.Tensor], layouts: dict[str, HandMade]
-) -> tuple[dict[str, DTensor], dict[str, tte.ShardOrder]]:
+) -> tuple[dict[str, DTensor], dict[str, tte.layout.ShardOrder]]:
     meshes: dict[tuple[int, ...], DeviceMesh] = {}
     state, orders = {}, {}
     for name, layout in layouts.items():
@@ -101,7 +101,9 @@ def build(
             meshes[layout.mesh_shape] = init_device_mesh("cpu", layout.mesh_shape)
         state[name] = distribute_by_index(truth[name], meshes[layout.mesh_shape], layout)
         if layout.must_be_stated and layout.steps:
-            orders[name] = tte.ShardOrder(tuple((step.axis, step.dim, step.split_factor) for step in layout.steps))
+            orders[name] = tte.layout.ShardOrder(
+                tuple((step.axis, step.dim, step.split_factor) for step in layout.steps)
+            )
     return state, orders
 
 

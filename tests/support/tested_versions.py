@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     what = config.getoption("--tested-versions")
-    if what is None:
+    if what is None or hasattr(config, "workerinput"):  # a worker of xdist has counts of its own
         return
     counts = [len(terminalreporter.stats.get(kind, [])) for kind in ("passed", "failed", "skipped")]
     counts[1] += len(terminalreporter.stats.get("error", []))

@@ -39,6 +39,6 @@ def broadcast(rank: int, world_size: int) -> list[bytes]:
     late.set_delay(0.002)
     tensors = [random_tensor((9, 70), dtype, seed=rank).to("late") for dtype in DTYPES]
     tensors += [tensor.clone().t() for tensor in tensors]
-    tte.broadcast_tensors(tensors, bucket_bytes=1 << 10)
+    tte.sync.broadcast_tensors(tensors, bucket_bytes=1 << 10)
     late.set_delay(0.0015)
     return [bits(value.cpu()).numpy().tobytes() for value in tensors]

@@ -22,22 +22,22 @@ def tied_lists(rank: int, world_size: int) -> list[Any]:
     tensors = [weight, other, weight.detach(), weight.view(3, 2), empty, empty]
     found = collect_list(tensors, dist.group.WORLD, 0)
     assert found.tied == {"tensors[2]": "tensors[0]", "tensors[3]": "tensors[0]"}
-    tte.broadcast_tensors(tensors, src=1)
-    tte.broadcast_tensors(tensors, src=1, check=False)
+    tte.sync.broadcast_tensors(tensors, src=1)
+    tte.sync.broadcast_tensors(tensors, src=1, check=False)
     # One rank has them in a class of its own: alike all the same.
     marked = [tensor.as_subclass(Marked) for tensor in tensors] if rank else tensors
     (batch,) = collect_list(marked, dist.group.WORLD, 0).batches.values()
     assert isinstance(batch, ListBatch) and batch.positions == (0, 1, 4, 5)
-    tte.broadcast_tensors(marked)
+    tte.sync.broadcast_tensors(marked)
     with pytest.raises(SyncMismatchError) as caught:
-        tte.broadcast_tensors([weight, weight if rank == 0 else torch.zeros(3, 2)])
+        tte.sync.broadcast_tensors([weight, weight if rank == 0 else torch.zeros(3, 2)])
     with pytest.raises(SyncMismatchError, match="share memory and would both be received into"):
-        tte.broadcast_tensors([weight, weight.t()])
+        tte.sync.broadcast_tensors([weight, weight.t()])
     square = torch.zeros(2, 2)
     with pytest.raises(SyncMismatchError, match="share memory and would both be received into"):
-        tte.broadcast_tensors([square, square.t()])
+        tte.sync.broadcast_tensors([square, square.t()])
     with pytest.raises(SyncMismatchError, match="tensors: is a list of 3 tensors on rank 0, of 2 tensors on rank 1"):
-        tte.broadcast_tensors([weight] * (3 - rank))
+        tte.sync.broadcast_tensors([weight] * (3 - rank))
     return [weight.tolist(), other.tolist(), str(caught.value).splitlines()[-1].strip()]
 
 

@@ -94,7 +94,7 @@ def in_a_subgroup(rank: int, world_size: int) -> list[float]:
     group = dist.new_group([1, 3])
     tensors = [torch.full((5,), float(rank)), torch.full((90_000,), float(rank))]
     if rank in (1, 3):
-        tte.broadcast_tensors(tensors, group=group, src=1)
+        tte.sync.broadcast_tensors(tensors, group=group, src=1)
     return [float(tensor[-1]) for tensor in tensors]
 
 
@@ -188,9 +188,9 @@ def without_check(rank: int, world_size: int) -> float:
     tensor = torch.full((4,), float(rank))
     with torch.inference_mode():
         inference = torch.full((4,), float(rank))
-    tte.broadcast_tensors([tensor, inference], src=1, check=False)
+    tte.sync.broadcast_tensors([tensor, inference], src=1, check=False)
     with pytest.raises(tte.errors.SyncMismatchError, match="meta device"):
-        tte.broadcast_tensors([torch.zeros(1, device="meta")], check=False)
+        tte.sync.broadcast_tensors([torch.zeros(1, device="meta")], check=False)
     return float(tensor.sum() + inference.sum())
 
 
@@ -286,7 +286,7 @@ def on_gpu(rank: int, world_size: int) -> list[str]:
     wrong = []
     for bucket_bytes in (1 << 16, 1 << 20, ops.DEFAULT_BUCKET_BYTES):
         tensors = build_gpu_tensors(rank)
-        tte.broadcast_tensors(tensors, src=1, bucket_bytes=bucket_bytes)
+        tte.sync.broadcast_tensors(tensors, src=1, bucket_bytes=bucket_bytes)
         wrong += [
             f"{bucket_bytes}: {tensor.dtype} {tuple(tensor.shape)}"
             for tensor, value in zip(tensors, build_gpu_tensors(1), strict=True)

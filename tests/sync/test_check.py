@@ -57,8 +57,8 @@ def wrong_arguments(rank: int, world_size: int) -> list[str]:
         lambda: tte.check_replicas([nn.Linear(1, 1), 3], mesh),  # type: ignore[list-item]
         lambda: tte.sync_module_states(torch.zeros(2), mesh),  # type: ignore[arg-type]
         lambda: tte.sync_module_states(mesh, nn.Linear(1, 1)),  # type: ignore[arg-type]
-        lambda: tte.broadcast_tensors(nn.Linear(1, 1)),  # type: ignore[arg-type]
-        lambda: tte.broadcast_tensors({"w": torch.zeros(1)} if rank else []),  # type: ignore[arg-type]
+        lambda: tte.sync.broadcast_tensors(nn.Linear(1, 1)),  # type: ignore[arg-type]
+        lambda: tte.sync.broadcast_tensors({"w": torch.zeros(1)} if rank else []),  # type: ignore[arg-type]
     ]
     for call in calls:
         with pytest.raises(TypeError) as caught:
@@ -91,7 +91,7 @@ def destroyed(rank: int, world_size: int) -> None:
     dist.barrier()
     dist.destroy_process_group(group)
     with pytest.raises(ValueError, match="^broadcast_tensors: the process group of group was destroyed; make a new"):
-        tte.broadcast_tensors([torch.zeros(1)], group=group)
+        tte.sync.broadcast_tensors([torch.zeros(1)], group=group)
     with pytest.raises(ValueError, match="^fingerprint: the process group of group was destroyed; make a new"):
         tte.fingerprint({}, process_group=group)
     dist.barrier()

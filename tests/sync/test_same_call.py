@@ -95,14 +95,14 @@ def run_mismatches(rank: int, world_size: int) -> dict[str, str]:
         tensors = call.pop("tensors")
         start = time.perf_counter()
         with pytest.raises(WrongArgumentError if name == "no list" else SyncMismatchError) as caught:
-            tte.broadcast_tensors(tensors, **call)
+            tte.sync.broadcast_tensors(tensors, **call)
         assert time.perf_counter() - start < LONGEST_SECONDS
         texts[name] = str(caught.value)
         if rank != 1:
             assert all(bool((tensor == rank).all()) for tensor in tensors)
     # The group is still good, and the largest bucket no overflow.
     tensors = base(rank)["tensors"]
-    tte.broadcast_tensors(tensors, bucket_bytes=2**63 - 1)
+    tte.sync.broadcast_tensors(tensors, bucket_bytes=2**63 - 1)
     assert not any(tensor.any() for tensor in tensors)
     return texts
 
@@ -158,7 +158,7 @@ def fuzz(rank: int, world_size: int) -> list[str]:
         mine = changed if rank == odd_rank else specs
         tensors = [torch.zeros(shape, dtype=dtype) for shape, dtype in mine]
         with pytest.raises(SyncMismatchError) as caught:
-            tte.broadcast_tensors(tensors, src=source.randrange(world_size))
+            tte.sync.broadcast_tensors(tensors, src=source.randrange(world_size))
         texts.append(str(caught.value))
     return texts
 
@@ -218,7 +218,7 @@ def test_modules_that_differ(run_world) -> None:
 def test_without_a_process_group() -> None:
     assert not dist.is_initialized()
     with pytest.raises(ValueError, match="there is no process group"):
-        tte.broadcast_tensors([torch.zeros(1)])
+        tte.sync.broadcast_tensors([torch.zeros(1)])
 
 
 def table(arguments: dict[str, str] | None = None, **changes: Any) -> CallTable:

@@ -448,14 +448,14 @@ def check_odd_replicas(rank: int, world_size: int) -> list[Any]:
     # A bool of other bits is another tensor; a copy would make them alike.
     flags = torch.full((2, 2), rank + 1, dtype=torch.uint8).view(torch.bool).t()[:1]
     (found,) = tte.check_replicas({"flags": flags}, mesh, locate=True)
-    sharded = tte.distribute_tensor(torch.arange(50_000.0), mesh, [Shard(0)])
+    sharded = tte.full.distribute_tensor(torch.arange(50_000.0), mesh, [Shard(0)])
     for _ in range(5):
         pending = sharded.redistribute(mesh, [Replicate()], async_op=True)
         assert tte.check_replicas({"w": pending}) == ()
     reverse = DeviceMesh("cpu", [1, 0])
     replica = DTensor.from_local(torch.full((2,), rank), reverse, [Replicate()], run_check=False)
     (turned,) = tte.check_replicas({"w": replica}, reverse)
-    compiled = torch.compile(lambda tensor: (tte.broadcast_tensors([tensor]), tensor + 1)[1], backend="eager")
+    compiled = torch.compile(lambda tensor: (tte.sync.broadcast_tensors([tensor]), tensor + 1)[1], backend="eager")
     return [found.first_index, turned.ranks, turned.coordinates, compiled(torch.full((1,), float(rank))).item()]
 
 

@@ -103,7 +103,7 @@ def work(rank: int, port: int, channels: Any, kind: str, phase: str) -> None:
     sides: tuple[Any, Any] = ({"w": source} if rank < 2 else None, {"w": target} if rank > 0 else None)
     plan = None
     if phase != "plan":
-        plan = tte.plan_reshard(*sides, **options)
+        plan = tte.transfer.plan_reshard(*sides, **options)
     base = None
     if phase == "compare":
         plan.run(version=0)
@@ -119,7 +119,7 @@ def work(rank: int, port: int, channels: Any, kind: str, phase: str) -> None:
         start = time.monotonic()
         error: BaseException | None = None
         try:
-            plan = plan or tte.plan_reshard(*sides, **options)
+            plan = plan or tte.transfer.plan_reshard(*sides, **options)
             if base is None:
                 plan.run(version=step, verify=phase.startswith("verify"))
             else:

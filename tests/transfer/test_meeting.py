@@ -52,19 +52,19 @@ def two_jobs(position: int, world_size: int, address: str, folder: Path) -> None
     whole = torch.arange(35.0).view(7, 5)
     mesh = init_device_mesh("cpu", (JOBS[job],))
     trained, generated = (
-        tte.distribute_tensor(whole if job == "trainer" else torch.zeros_like(whole), mesh, [Shard(dim)])
+        tte.full.distribute_tensor(whole if job == "trainer" else torch.zeros_like(whole), mesh, [Shard(dim)])
         for dim in (0, 1)
     )
     source = {"w": trained} if job == "trainer" else None
     target = {"w": generated} if job == "generator" else None
-    plan = tte.plan_reshard(source, target, group)
+    plan = tte.transfer.plan_reshard(source, target, group)
     result = plan.run(version=5 if job == "trainer" else None, verify=True)
     assert (plan.version, result.unproved) == (5, ())
     if target is not None:
         assert same_bits(generated.to_local(), whole.chunk(2, 1)[rank])
         assert result.bytes_received == generated.to_local().nbytes
     flat = torch.full((3,), float(position))
-    tte.broadcast_tensors([flat], group=group, src=4)
+    tte.sync.broadcast_tensors([flat], group=group, src=4)
     assert bool((flat == 4).all())
     dist.destroy_process_group()
 
@@ -119,12 +119,12 @@ def lose_in_a_sync(position: int, world_size: int, address: str, folder: Path, h
     with caplog_at_info() as logged:
         group = transfer.meet(address, job=job, rank=rank, jobs={"a": 2, "b": 1}, host_store=False, timeout_seconds=60)
         tensors = [torch.full((10,), float(position))]
-        tte.broadcast_tensors(tensors, group=group, src=2)
+        tte.sync.broadcast_tensors(tensors, group=group, src=2)
     assert bool((tensors[0] == 2).all()) and len(logged) == (position == 0)
     if job == "b":
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(LostRankError) as caught:
-        tte.broadcast_tensors(tensors, group=group, src=2)
+        tte.sync.broadcast_tensors(tensors, group=group, src=2)
     assert caught.value.rank == position and caught.value.silent == (2,)
     (folder / str(position)).write_text(str(caught.value))
 
@@ -136,7 +136,7 @@ def lose_a_generator(position: int, world_size: int, address: str, folder: Path)
     options = {"host_store": False, "timeout_seconds": 60, "roll_call_seconds": 3.0}
     group = transfer.meet(address, job=job, rank=rank, jobs=jobs, **options)
     sides = ({"w": torch.ones(3)}, None) if job == "trainer" else (None, {"w": torch.zeros(3)})
-    plan = tte.plan_reshard(*sides, group)
+    plan = tte.transfer.plan_reshard(*sides, group)
     if position == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     if job == "trainer":  # as soon as the others have told who is lost
@@ -224,7 +224,7 @@ MEMBER = textwrap.dedent("""
             # A rank that was killed begins anew, and one may have seen the end of a run that failed on the others.
             with transfer_phases(group, 5) as phases:
                 step = max(phases.on_all("step", lambda: step, doing="ranks agreed on a step"))
-            plan = tte.plan_reshard(*sides, group, timeout_seconds=5)
+            plan = tte.transfer.plan_reshard(*sides, group, timeout_seconds=5)
             while step < steps:
                 if job == "trainer":
                     w.fill_(step)

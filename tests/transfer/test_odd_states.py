@@ -49,12 +49,12 @@ def test_tied_tensors_are_filled_once(run_world: Any) -> None:
 def shared(rank: int, world_size: int) -> None:
     memory = torch.arange(8.0)
     with pytest.raises(StateRefusedError, match="w: cannot be filled: it shares memory with w of the source; pass a c"):
-        tte.plan_reshard({"w": memory}, {"w": memory} if rank == 1 else None)
+        tte.transfer.plan_reshard({"w": memory}, {"w": memory} if rank == 1 else None)
     with pytest.raises(StateRefusedError, match="w: cannot be filled: it shares memory with w of the source"):
-        tte.plan_reshard({"w": memory[:4]}, {"w": memory[3:7]})
+        tte.transfer.plan_reshard({"w": memory[:4]}, {"w": memory[3:7]})
     source = {"v": torch.ones(4), "w": torch.ones(4)}
     with pytest.raises(StateRefusedError, match="v: cannot be filled: it shares memory with w of the target"):
-        tte.plan_reshard(source, {"v": memory[:4], "w": memory[1:5]})
+        tte.transfer.plan_reshard(source, {"v": memory[:4], "w": memory[1:5]})
     assert same_bits(memory, torch.arange(8.0))
     tte.reshard({"w": memory[0::2]}, {"w": memory[1::2]}, verify=True)
     assert memory.tolist() == [0, 0, 2, 2, 4, 4, 6, 6]
@@ -74,7 +74,7 @@ VIEWS: dict[str, tuple[tuple[Any, ...], str]] = {
 
 def replaced(rank: int, world_size: int) -> None:
     source, target = nn.Linear(2, 2), nn.Linear(2, 2)
-    plan = tte.plan_reshard(source, target)
+    plan = tte.transfer.plan_reshard(source, target)
     plan.run()
     if rank == 1:
         target.weight.data = torch.zeros(2, 2)
@@ -83,13 +83,13 @@ def replaced(rank: int, world_size: int) -> None:
     assert rank == 0 or not target.weight.any()
     mesh = init_device_mesh("cpu", (world_size,))
     sharded = distribute_tensor(torch.zeros(4), mesh, [Shard(0)])
-    plan = tte.plan_reshard({"w": torch.ones(4)}, {"w": sharded})
+    plan = tte.transfer.plan_reshard({"w": torch.ones(4)}, {"w": sharded})
     sharded._local_tensor = torch.zeros(2)
     with pytest.raises(ReshardError, match="target: its tensors have other memory"):
         plan.run()
     for view, what in VIEWS.items():
         source, filled = torch.arange(4.0).view(2, 2), {"w": torch.zeros(2, 2)}
-        plan = tte.plan_reshard({"w": source}, filled)
+        plan = tte.transfer.plan_reshard({"w": source}, filled)
         plan.run()
         if rank == 1:
             source.data = getattr(source, view)(*what[0])
@@ -123,7 +123,7 @@ def values_that_are_no_tensors(rank: int, world_size: int) -> None:
     frozen = types.MappingProxyType({"w": torch.zeros(1), "n": 0})
     with pytest.raises(StateRefusedError, match="n: is no tensor, and cannot be put into a mappingproxy"):
         tte.reshard({"w": torch.ones(1), "n": 1}, frozen)
-    plan = tte.plan_reshard({"w": torch.ones(1), "n": lambda: 1}, {"w": torch.zeros(1), "n": 0})
+    plan = tte.transfer.plan_reshard({"w": torch.ones(1), "n": lambda: 1}, {"w": torch.zeros(1), "n": 0})
     with pytest.raises(StateRefusedError, match="n: is no tensor, and cannot be sent: "):
         plan.run()
     target = {"w": [torch.zeros(1), (torch.zeros(1), 2)], "n": {"deep": (1, 2)}}
@@ -175,7 +175,7 @@ def stated_order(rank: int, world_size: int) -> None:
     local = torch.cat([rows[2 * rank : 2 * rank + 2], rows[2 * rank + 4 : 2 * rank + 6]])
     source = {"w": DTensor.from_local(local, mesh, [Shard(0)], run_check=False)}
     target = {"w": torch.zeros(8)}
-    result = tte.reshard(source, target, source_layouts={"w": tte.ShardOrder(((0, 0, 2),))}, verify=True)
+    result = tte.reshard(source, target, source_layouts={"w": tte.layout.ShardOrder(((0, 0, 2),))}, verify=True)
     assert same_bits(target["w"], rows) and result.unproved == ()
 
 
@@ -192,7 +192,7 @@ def groups(rank: int, world_size: int) -> None:
     local = torch.full((1, 2), float(rank))
     source = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
     target = torch.zeros(2, 2)
-    plan = tte.plan_reshard({"w": source}, {"w": target} if rank == 3 else None, group)
+    plan = tte.transfer.plan_reshard({"w": source}, {"w": target} if rank == 3 else None, group)
     plan.run(verify=True)
     assert rank == 1 or target[:, 0].tolist() == [3, 1]
     own = dist.get_process_group_ranks(group).index(3)
@@ -209,8 +209,8 @@ def test_ranks_are_positions_in_the_group(run_world: Any) -> None:
 def arguments_that_differ(rank: int, world_size: int) -> None:
     source, target = {"w": torch.ones(2)}, {"w": torch.zeros(2)}
     with pytest.raises(ReplicaMismatchError, match="bucket_bytes: is 64 on rank 0, 128 on rank 1"):
-        tte.plan_reshard(source, target, bucket_bytes=64 * (rank + 1))
-    plan, other = tte.plan_reshard(source, target), tte.plan_reshard(source, target)
+        tte.transfer.plan_reshard(source, target, bucket_bytes=64 * (rank + 1))
+    plan, other = tte.transfer.plan_reshard(source, target), tte.transfer.plan_reshard(source, target)
     with pytest.raises(ReplicaMismatchError, match="verify: is True on rank 0, False on rank 1"):
         plan.run(verify=rank == 0)
     with pytest.raises(
@@ -230,7 +230,7 @@ def arguments_that_differ(rank: int, world_size: int) -> None:
         ({"bucket_bytes": 1.5}, TypeError, "got bucket_bytes=1.5, expected a whole number"),
     ):
         with pytest.raises(error, match=text):
-            tte.plan_reshard(source, target, **options)
+            tte.transfer.plan_reshard(source, target, **options)
     with pytest.raises(TypeError, match="got version='1', expected a whole number"):
         plan.run(version="1")  # type: ignore[arg-type]
 

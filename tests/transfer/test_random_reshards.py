@@ -21,7 +21,7 @@ def reshard_random(rank: int, world_size: int, seeds: list[int]) -> list[str]:
         truth = {f"tensor_{index}": random_tensor(draw) for index in range(NUM_TENSORS)}
         source, target = SideOfTransfer(draw, world_size, truth), SideOfTransfer(draw, world_size, truth)
         poison(target.tensors)
-        plan = tte.plan_reshard(
+        plan = tte.transfer.plan_reshard(
             source.tensors or None,
             target.tensors or None,
             source_layouts=source.orders,

@@ -42,12 +42,12 @@ def tensors_on(mesh: DeviceMesh, values: dict[str, torch.Tensor]) -> dict[str, t
     """FSDP2 over TP with replicas; a norm that the TP plan leaves out, on each dp mesh; a plain tensor everywhere."""
     dp = mesh["dp_replicate", "dp_shard"]
     return {
-        "even": tte.distribute_tensor(values["even"], mesh, [Replicate(), Shard(0), Shard(1)]),
-        "uneven": tte.distribute_tensor(
+        "even": tte.full.distribute_tensor(values["even"], mesh, [Replicate(), Shard(0), Shard(1)]),
+        "uneven": tte.full.distribute_tensor(
             values["uneven"], mesh, [Replicate(), _StridedShard(0, split_factor=2), Shard(0)]
         ),
-        "columns": tte.distribute_tensor(values["columns"], mesh, [Replicate(), Shard(0), Shard(1)]),
-        "norm": tte.distribute_tensor(values["norm"], dp, [Replicate(), Shard(0)]),
+        "columns": tte.full.distribute_tensor(values["columns"], mesh, [Replicate(), Shard(0), Shard(1)]),
+        "norm": tte.full.distribute_tensor(values["norm"], dp, [Replicate(), Shard(0)]),
         "bias": values["bias"].clone(),
     }
 
@@ -250,7 +250,7 @@ def to_other_worlds(rank: int, world_size: int, run: str) -> None:
             "norm": [Shard(0), Replicate()],
         }
         made, wanted = (
-            {fqn: tte.distribute_tensor(of[fqn], mesh, placements[fqn]) for fqn in placements}
+            {fqn: tte.full.distribute_tensor(of[fqn], mesh, placements[fqn]) for fqn in placements}
             for of in (numbers, {fqn: whole(fqn) for fqn in SHAPES})
         )
         state = {"model": {**made, "bias": numbers["bias"]}, "options": {"lr": 0.0}}
@@ -274,7 +274,7 @@ def with_components(rank: int, world_size: int, run: str) -> None:
 
     def state_of(train: TrainState, rng: RngState, offset: float) -> dict[str, Any]:
         return {
-            "model": {"w": tte.distribute_tensor(value + offset, mesh, [Replicate(), Shard(0)])},
+            "model": {"w": tte.full.distribute_tensor(value + offset, mesh, [Replicate(), Shard(0)])},
             "train": train,
             "rng": rng,
             "note": "before" if offset == 0 else "",
@@ -335,10 +335,10 @@ def test_components_come_from_survivors_or_the_checkpoint(run_world: Any, tmp_pa
 
 def with_wrong_arguments(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
-    before = {"model": {"w": tte.distribute_tensor(torch.ones(4), mesh, [Shard(0)])}}
+    before = {"model": {"w": tte.full.distribute_tensor(torch.ones(4), mesh, [Shard(0)])}}
 
     def target() -> dict[str, Any]:
-        return {"model": {"w": tte.distribute_tensor(torch.zeros(4), mesh, [Shard(0)])}}
+        return {"model": {"w": tte.full.distribute_tensor(torch.zeros(4), mesh, [Shard(0)])}}
 
     given: dict[str, Any] = {"survived": before, "alive": [0, 1], "step": 1, "timeout_seconds": 60}
     for wrong, fragment in (

@@ -36,7 +36,7 @@ RANK = textwrap.dedent("""
 
     def state_on(mesh, factor):
         placed = [Replicate(), Shard(0)]
-        model = {fqn: tte.distribute_tensor(factor * one, mesh, placed) for fqn, one in values.items()}
+        model = {fqn: tte.full.distribute_tensor(factor * one, mesh, placed) for fqn, one in values.items()}
         return {"model": model, "note": "before" if factor else ""}
 
     survived = None

@@ -32,7 +32,7 @@ def every_pair(rank: int, world_size: int) -> None:
     mesh, line = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
     whole = whole_tensor()
     for source in PLACEMENTS:
-        dtensor = tte.distribute_tensor(whole, mesh, source)
+        dtensor = tte.full.distribute_tensor(whole, mesh, source)
         for target in PLACEMENTS:
             moved = redistribute(dtensor, mesh, target)
             assert moved.placements == target and same_bits(tte.full_tensor(moved), whole)
@@ -64,9 +64,9 @@ def gradients(rank: int, world_size: int) -> None:
     whole = whole_tensor()
     weights = torch.arange(float(whole.numel())).view_as(whole)
     for source in [(Shard(0), Shard(0)), (_StridedShard(0, split_factor=2), Shard(0))]:
-        leaf = tte.distribute_tensor(whole, mesh, source).requires_grad_()
+        leaf = tte.full.distribute_tensor(whole, mesh, source).requires_grad_()
         moved = redistribute(leaf * 2, mesh, (Replicate(), Shard(1)))
-        (moved * tte.distribute_tensor(weights, mesh, (Replicate(), Shard(1)))).sum().backward()
+        (moved * tte.full.distribute_tensor(weights, mesh, (Replicate(), Shard(1)))).sum().backward()
         assert isinstance(leaf.grad, DTensor) and leaf.grad.placements == source
         assert torch.equal(tte.full_tensor(leaf.grad), weights * 2)
 
@@ -77,7 +77,7 @@ def test_gradients_come_back_in_the_layout_of_the_input(run_world: Any) -> None:
 
 def refused(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
-    dtensor = tte.distribute_tensor(whole_tensor(), mesh, [Shard(0)])
+    dtensor = tte.full.distribute_tensor(whole_tensor(), mesh, [Shard(0)])
     partial = DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)
     with pytest.raises(LayoutError, match="Partial"):
         redistribute(partial, mesh, [Shard(0)])

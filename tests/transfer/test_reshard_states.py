@@ -97,7 +97,7 @@ def trainer_to_generator(rank: int, world_size: int) -> list[Any]:
         local = torch.zeros(10, [2, 1][rank - 4])
         w = DTensor.from_local(local, generator, [Shard(1)], run_check=False, shape=(10, 3), stride=(3, 1))
         target = {"w": w, "step": 0, "note": {"lr": 0.0}}
-    plan = tte.plan_reshard(source, target)
+    plan = tte.transfer.plan_reshard(source, target)
     kept = None if target is None else w.to_local().data_ptr()
     results = []
     for version in (3, 4):
@@ -243,7 +243,7 @@ def refusals(rank: int, world_size: int) -> None:
     other = {**filled, "w": torch.ones(3, 4)} if rank == 1 else filled
     refused(StateRefusedError, "w: ", other)
     refused(WrongArgumentError, "target: got a set", {"w"} if rank == 1 else filled)
-    plan = tte.plan_reshard(source, filled)
+    plan = tte.transfer.plan_reshard(source, filled)
     with pytest.raises(ReplicaMismatchError, match="version: is 1 on rank 0, 2 on rank 1; give one number"):
         plan.run(version=1 + rank)
     assert not filled["w"].any()
@@ -256,7 +256,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks_before_anything_moves(run_wor
 def changed_and_differing(rank: int, world_size: int) -> None:
     source = {"w": torch.full((5,), float(rank))}
     target = {"w": torch.zeros(5)}
-    plan = tte.plan_reshard(source if rank < 2 else None, target if rank == 2 else None)
+    plan = tte.transfer.plan_reshard(source if rank < 2 else None, target if rank == 2 else None)
     with pytest.raises(ReplicaMismatchError, match="w: has replicas that differ"):
         plan.run(version=1, verify=True)
     assert not target["w"].any() and plan.version is None
@@ -287,7 +287,7 @@ def first_replicas(rank: int, world_size: int) -> list[str]:
         target["step"] = -1
         with pytest.raises(ReplicaMismatchError, match='plan it with replicas="first"'):
             tte.reshard(source, target, verify=True)
-        plan = tte.plan_reshard(source, target, replicas="first")
+        plan = tte.transfer.plan_reshard(source, target, replicas="first")
         plan.run(verify=True)
         whole = {key: tte.full_tensor(target[key]) for key in ("w", "plain", "boxes")}
         wrong += [f"{key} {placement}" for key, value in whole.items() if not torch.equal(value, truth)]
@@ -317,8 +317,8 @@ def present_values(rank: int, world_size: int) -> None:
     source, module = {"w": torch.ones(2), "step": 1, "nested": {"name": "a"}}, Counting(1)
     target: dict[str, Any] = {"w": torch.zeros(2), "step": 0, "nested": {"name": ""}}
     counts = {"_extra_state": 0}
-    plan = tte.plan_reshard(source if rank == 0 else None, target)
-    plan_of_module = tte.plan_reshard(module if rank == 0 else None, counts)
+    plan = tte.transfer.plan_reshard(source if rank == 0 else None, target)
+    plan_of_module = tte.transfer.plan_reshard(module if rank == 0 else None, counts)
     for step, name in (1, "a"), (2, "b"):
         source["step"], source["nested"]["name"], module.count = step, name, step
         source["w"].fill_(step)
@@ -338,7 +338,7 @@ def test_a_kept_plan_sends_the_values_of_now_that_are_no_tensors(run_world: Any)
 def damaged_on_the_way(rank: int, world_size: int) -> None:
     """A bit that flips between the exchange and the proof."""
     source, target = {"w": torch.arange(6.0)}, {"w": torch.zeros(6)}
-    plan = tte.plan_reshard(source if rank == 0 else None, target if rank == 1 else None)
+    plan = tte.transfer.plan_reshard(source if rank == 0 else None, target if rank == 1 else None)
     exchange = plan._exchange
 
     def flip(prepared: Any) -> None:
@@ -357,7 +357,7 @@ def test_a_proof_finds_what_was_damaged(run_world: Any) -> None:
 
 def failing_rank(rank: int, world_size: int) -> None:
     source, target = {"w": torch.arange(6.0)}, {"w": torch.zeros(6)}
-    plan = tte.plan_reshard(source, target, timeout_seconds=20)
+    plan = tte.transfer.plan_reshard(source, target, timeout_seconds=20)
 
     def fail(*arguments: Any) -> None:
         raise MemoryError("no memory")
@@ -367,7 +367,7 @@ def failing_rank(rank: int, world_size: int) -> None:
     with pytest.raises(TransferFailedError, match=r"in phase agree: rank 1: MemoryError: no memory$") as caught:
         plan.run(version=1)
     assert caught.value.part_written == () and not target["w"].any()
-    plan = tte.plan_reshard(source, target, timeout_seconds=20)
+    plan = tte.transfer.plan_reshard(source, target, timeout_seconds=20)
     exchange = plan._exchange
 
     def fail_later(prepared: Any) -> None:
@@ -396,7 +396,7 @@ def test_without_a_process_group() -> None:
 def describe(rank: int, world_size: int) -> str:
     mesh = init_device_mesh("cpu", (2,))
     source = {"w": distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])}
-    return tte.plan_reshard(source, {"w": distribute_tensor(torch.ones(4, 2), mesh, [Shard(1)])}).describe()
+    return tte.transfer.plan_reshard(source, {"w": distribute_tensor(torch.ones(4, 2), mesh, [Shard(1)])}).describe()
 
 
 def test_describe_says_who_sends_how_much_to_whom(run_world: Any) -> None:

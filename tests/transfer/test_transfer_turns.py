@@ -25,8 +25,8 @@ class SlowWriter(FileSystemWriter):
 
 def run_beside_a_save(rank: int, world_size: int, path: Path) -> None:
     source, target, other = {"w": torch.ones(3)}, {"w": torch.zeros(3)}, {"w": torch.zeros(3)}
-    plan = tte.plan_reshard(source, target)
-    plan_beside = tte.plan_reshard(source, other, dist.new_group())
+    plan = tte.transfer.plan_reshard(source, target)
+    plan_beside = tte.transfer.plan_reshard(source, other, dist.new_group())
     may_write = threading.Event()
     saved = tte.async_save(source, path, storage_writer=SlowWriter(path, may_write))
     assert plan_beside.run(version=1).version == 1 and other["w"].sum() == 3

@@ -78,7 +78,7 @@ def both_transports(rank: int, world_size: int) -> None:
             "n": 0,
             "empty": torch.ones(0, 2),
         }
-    plan = tte.plan_reshard(source, target, cast="exact", transport=Messages())
+    plan = tte.transfer.plan_reshard(source, target, cast="exact", transport=Messages())
     for step in (1, 2):
         if source is not None:
             local.add_(step)
@@ -100,7 +100,7 @@ class Broken:
 
 
 def broken(rank: int, world_size: int) -> None:
-    plan = tte.plan_reshard({"w": torch.ones(3)}, {"w": torch.zeros(3)}, transport=Broken())
+    plan = tte.transfer.plan_reshard({"w": torch.ones(3)}, {"w": torch.zeros(3)}, transport=Broken())
     with pytest.raises(TransferFailedError, match=r"in phase exchange: rank 1: OSError: no link.*part-written.*: w"):
         plan.run(version=1)
     assert plan.version is None
@@ -119,7 +119,7 @@ def fail_before_sending(rank: int, world_size: int, is_apart: bool, culprit: int
     transport, group = Messages(), dist.new_group()
     transport.group = dist.new_group() if is_apart else group
     transport.culprit = culprit
-    plan = tte.plan_reshard(source, target, group, transport=transport, timeout_seconds=1.5)
+    plan = tte.transfer.plan_reshard(source, target, group, transport=transport, timeout_seconds=1.5)
     start, texts = time.monotonic(), []
     with pytest.raises(TransferFailedError) as caught:
         plan.run(version=1)
@@ -176,7 +176,7 @@ class Registering:
 
 def test_what_is_registered_for_a_number_stays() -> None:
     source, target, transport = {"w": torch.arange(6.0)}, {"w": torch.zeros(6)}, Registering()
-    plan = tte.plan_reshard(source, target, transport=transport)
+    plan = tte.transfer.plan_reshard(source, target, transport=transport)
     plan.run(version=0)
     plan.run(version=1)
     snapshot = tte.delta.Snapshot(source, version=1)
@@ -187,14 +187,14 @@ def test_what_is_registered_for_a_number_stays() -> None:
     first = transport.numbers[0]
     assert first != 0 and transport.numbers == [first, first, 0, 0, 0, first]
     lazy = torch.zeros(2, dtype=torch.complex64).conj()  # read as a new copy in each run
-    plan = tte.plan_reshard({"c": lazy}, {"c": torch.ones(2, dtype=torch.complex64)}, transport=transport)
+    plan = tte.transfer.plan_reshard({"c": lazy}, {"c": torch.ones(2, dtype=torch.complex64)}, transport=transport)
     plan.run()
     assert transport.numbers[-1] == 0
 
 
 def test_a_refused_run_leaves_the_version() -> None:
     source, target = {"w": torch.arange(6.0)}, {"w": torch.zeros(6)}
-    plan = tte.plan_reshard(source, target)
+    plan = tte.transfer.plan_reshard(source, target)
     plan.run(version=7)
     source["w"].set_(torch.ones(6))
     with pytest.raises(ReshardError, match="source: its tensors have other memory"):
@@ -231,7 +231,7 @@ def one_state_on_two_devices(rank: int, world_size: int) -> None:
     late.set_delay(0.0005)
     (model, source), (_, target) = trained_on("late"), trained_on("late")
     source["optimizer"][0]["step"].fill_(17.0)
-    plan = tte.plan_reshard(
+    plan = tte.transfer.plan_reshard(
         source if rank == 0 else None, target if rank == 1 else None, transport=MessagesOfHosts(), cast="exact"
     )
     for step in (17.0, 18.0):

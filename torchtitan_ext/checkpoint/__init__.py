@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner as StockLoadPlanner
@@ -18,44 +18,35 @@ from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from torchtitan_ext.checkpoint.operation.arguments import (
-    OnStorageError,
-    WeightsFormat,
-    check_can_send_from_cpu,
-    check_load,
-    check_save,
-    check_seconds,
-    check_step,
-    check_transform,
+from torchtitan_ext.checkpoint.old_options import (
+    OldLoadOptions,
+    OldSaveOptions,
+    note_old_load_options,
+    with_old_options,
 )
-from torchtitan_ext.checkpoint.operation.background import save_in_background
+from torchtitan_ext.checkpoint.operation.arguments import check_load, check_seconds, check_step, check_transform
 from torchtitan_ext.checkpoint.operation.choose_step import Step, choose_step
 from torchtitan_ext.checkpoint.operation.load_phases import LoadJob, OtherMetadataError, load_state_dict
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases, call_text, checking_arguments
-from torchtitan_ext.checkpoint.operation.save_phases import (
-    SaveJob,
-    SaveResult,
-    ask_for_states,
-    checked_job,
-    save_values,
-    writer_at,
-)
+from torchtitan_ext.checkpoint.operation.save_job import SaveJob
+from torchtitan_ext.checkpoint.operation.save_phases import SaveResult
+from torchtitan_ext.checkpoint.operation.saves import Call, save_later, save_now
 from torchtitan_ext.checkpoint.operation.sharing.requests import ShareReads
-from torchtitan_ext.checkpoint.operation.soft_failure import save_with_retries
 from torchtitan_ext.checkpoint.operation.unasked import raise_unasked
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.rules.casts import CastPolicy
-from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source, check_rules
+from torchtitan_ext.checkpoint.rules.policy import BY_DEFAULT, ElasticPolicy, Source, check_rules
 from torchtitan_ext.checkpoint.rules.report import LoadReport
 from torchtitan_ext.checkpoint.staging.stager import CpuStager
 from torchtitan_ext.errors import SavedOverError, WrongValueError, argument_error, check_argument
 from torchtitan_ext.metrics import begin_trace
 from torchtitan_ext.state.plain_value import check_classes
 from torchtitan_ext.storage.commit.branch import Branch
-from torchtitan_ext.storage.runs.retention import Keep
-from torchtitan_ext.storage.weights.writer import MAX_FILE_BYTES
 from torchtitan_ext.transforms.rules import Transform
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack as Unpack
 
 # Overwrites are rare: after three attempts the load reports it.
 _MAX_ATTEMPTS = 3
@@ -72,19 +63,12 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     timeout_seconds: float = TIMEOUT_SECONDS,
-    keep: int | Keep | None = None,
     step_pattern: str | None = None,
     branch: Branch = "set_aside",
     trace: str | os.PathLike[str] | None = None,
-    on_error: Literal["raise", "warn"] = "raise",
-    fallback: str | os.PathLike[str] | None = None,
-    retries: int = 0,
-    max_failures: int = 3,
     fingerprints: bool = False,
     reuse: str | os.PathLike[str] | None = None,
-    format: Literal["dcp", "safetensors"] = "dcp",
-    max_file_bytes: int = MAX_FILE_BYTES,
-    transform: Transform | None = None,
+    **old: Unpack[OldSaveOptions],
 ) -> SaveResult:
     """Saves a state dict; any layout, exactly. Collective over ``process_group``.
 
@@ -96,34 +80,21 @@ def save(
         process_group: The ranks that take part; all by default.
         no_dist: Save from this process alone.
         timeout_seconds: How long a rank waits for the others in each phase.
-        keep: How many whole checkpoints of the run stay, where ``path`` is ``<run>/step-<number>``. Older steps are
-            removed after the commit of this one, from which they are counted; some stay for good by ``runs.Keep``.
-        step_pattern: How the run names its steps, as in ``load``.
+        step_pattern: With ``reuse="latest"``: how the run names its steps, as in ``load``.
         branch: What becomes of steps of the run above this one, which it has where it was set back: ``"set_aside"``
             moves them to ``<run>/abandoned`` after the commit, with a warning, and loads pass over them; ``"keep"``
             leaves them; ``"error"`` refuses the save. A save again of the step that was loaded or saved last leaves
             them too. A ``FileWriter`` of one's own has the same argument.
         trace: A file that shows when each rank did what, written by the coordinator
             (docs/reference/observability.md).
-        on_error: ``"warn"``: where storage refuses the save on any rank (a full disk, a directory that is gone or
-            read-only), the coordinator warns, and all ranks get a result whose ``error`` says that nothing was saved.
-        fallback: Another directory, which runs may share: what storage refuses at ``path`` is saved there, under the
-            same name in a folder of the run. The result's ``path`` says where.
-        retries: How often a save that storage refused is tried again before that.
-        max_failures: With ``on_error="warn"``, which failure in a row of this run (the directory above ``path``) and
-            process group is raised all the same.
         fingerprints: Store a fingerprint of each saved chunk, taken while it is written, for ``load`` with
             ``prove=True``. A ``FileWriter`` of one's own has the same argument.
         reuse: An earlier checkpoint, or ``"latest"``: the latest step of the run that ``path`` is a step of. What has
             not changed since is not written again: the new checkpoint links the files that hold it, and stays whole
             whatever becomes of the earlier one. Takes fingerprints. A ``FileWriter`` of one's own has the same
             argument.
-        format: ``"safetensors"``: the files of Hugging Face's libraries, ``model-00001-of-00002.safetensors`` and so on
-            with their index, straight from the ranks, any layout. Tensors only, of dtypes that the format has. Old
-            weights in the directory are replaced at once; other files there stay, such as a tokenizer.
-        max_file_bytes: The most bytes of tensors in such a file; one that is larger gets a file of its own.
-        transform: How the state's tensors become those of the files, see ``tte.transforms``: each rank writes what it
-            holds to where that belongs. All but ``dequantize``; with ``format="safetensors"`` only.
+        old: What is given to ``tte.CheckpointManager`` or ``tte.weights.save`` since 0.2 (docs/use/migrate.md): it
+            works, with a ``DeprecationWarning``.
 
     Returns:
         The place, the bytes and the seconds; reads the metadata on request.
@@ -134,43 +105,21 @@ def save(
         SaveInProgressError: Another save is under way in the same place; names it.
         LostRankError: A rank died, hangs, or did not come in time; the same on every rank, and names it.
         TypeError: An argument is of another type.
-        ValueError: Neither a path nor storage; or ``keep`` for a directory of another name.
+        ValueError: Neither a path nor storage; or what does not go together.
     """
-    with checking_arguments("save", process_group, no_dist=no_dist):
-        check_save("save", state_dict, path, planner, storage_writer, process_group)
-        check_seconds("save", timeout_seconds)
-        job = checked_job(
-            "save",
-            SaveJob(
-                path,
-                storage_writer,
-                SavePlanner() if planner is None else planner,
-                Keep.of(keep),
-                step_pattern,
-                OnStorageError(on_error, fallback, retries, max_failures),
-                fingerprints,
-                reuse,
-                branch=branch,
-            ),
-            format,
-            WeightsFormat(max_file_bytes, transform),
-        )
-    with Phases(
-        "save",
-        process_group,
-        no_dist=no_dist,
-        path=path,
-        timeout_seconds=timeout_seconds,
-        trace=begin_trace("save", trace),
-        call=_call_of("save", format),
-    ) as phases:
-        raise_unasked(phases)
-        values, job = ask_for_states(state_dict, job, phases)
-        return save_with_retries(lambda attempt: save_values(values, writer_at(attempt), attempt, phases), job, phases)
-
-
-def _call_of(name: str, format: str) -> str:
-    return call_text(name, format="" if format == "dcp" else format)
+    call = Call("save", process_group, no_dist, timeout_seconds, trace)
+    job = SaveJob(
+        path,
+        storage_writer,
+        SavePlanner() if planner is None else planner,
+        step_pattern=step_pattern,
+        branch=branch,
+        fingerprints=fingerprints,
+        reuse=reuse,
+    )
+    with call.checking():
+        job = with_old_options("save", job, old)
+    return save_now(state_dict, job, call)
 
 
 def load(
@@ -179,26 +128,25 @@ def load(
     *,
     step: Step | None = None,
     step_pattern: str | None = None,
-    fallback: str | os.PathLike[str] | None = None,
     planner: StockLoadPlanner | None = None,
     storage_reader: StorageReader | None = None,
     policy: ElasticPolicy | None = None,
     sources: Sequence[Source] = (),
     transform: Transform | None = None,
     cast: CastPolicy = "exact",
-    allow_classes: Collection[Callable[..., Any]] = (),
     prove: bool = False,
     share_reads: ShareReads = False,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     timeout_seconds: float = TIMEOUT_SECONDS,
     trace: str | os.PathLike[str] | None = None,
-) -> LoadReport | None:
+    **old: Unpack[OldLoadOptions],
+) -> LoadReport:
     """Loads a checkpoint into a state dict of any layout, in place. Collective over ``process_group``.
 
-    With a policy, or sources, every component crosses to this world by its own rule, or all of it is refused in one
-    report before anything is changed; see ``tte.elastic.ElasticPolicy``. Without one, objects with a method ``reshard``
-    cross by it too, and all else is loaded as in stock.
+    Every component crosses to this world by its own rule, or all of it is refused in one report before anything is
+    changed; see ``tte.elastic.ElasticPolicy``. A part of a checkpoint may be loaded: of what the checkpoint has and
+    the state dict lacks the load only warns, unless a policy says otherwise.
 
     Args:
         state_dict: The targets; tensors are filled, other values replaced.
@@ -208,16 +156,14 @@ def load(
             all whole, which the ranks verify by reading them; a warning names the skipped steps.
         step_pattern: How the run names its steps, where that is not ``step-<number>``: ``"ckpt-{step}"``. Names of
             other trainers, such as ``checkpoint-500``, are known where all steps of the run have names of one kind.
-        fallback: With a step: another directory, as in ``save``, whose steps of this run count too.
         planner: A ``LoadPlanner`` with options other than the defaults.
         storage_reader: Any DCP storage reader; by default a ``FileReader`` at ``path``.
-        policy: What to do with each component, and about missing and unexpected keys.
+        policy: What to do with each component, and about missing and unexpected keys, where that is not the default.
         sources: Several checkpoints and which keys come from each, instead of ``path``.
         transform: How the checkpoint's tensors become those of the state dict, see ``tte.transforms``; each rank reads
             what its shards need. A ``Source`` has its own. Together with ``prove`` only one that renames and leaves out
             whole tensors.
         cast: Dtype changes, see ``LoadPlanner``: ``"exact"``, ``"allow"`` or ``"forbid"``; not together with a planner.
-        allow_classes: Classes of values beside plain data, see ``LoadPlanner``; not together with a planner.
         prove: Compare the loaded tensors with the fingerprints that ``save(..., fingerprints=True)`` stored, on all
             ranks; objects are asked for their state again. What cannot be compared is in the report's ``proof``.
         share_reads: Whether what several ranks want is read once, by one of them, and sent to the others through
@@ -227,9 +173,12 @@ def load(
         no_dist: Load into this process alone.
         timeout_seconds: How long a rank waits for the others in each phase.
         trace: As in ``save``.
+        old: What is given to ``tte.CheckpointManager`` or a ``LoadPlanner`` since 0.2 (docs/use/migrate.md): it works,
+            with a ``DeprecationWarning``.
 
     Returns:
-        With a policy, sources or ``prove`` a report of what was done, the same on every rank; else ``None``.
+        A report of what was done with each component, the same on every rank. With a planner of stock's it has the
+        worlds alone.
 
     Raises:
         StateRefusedError: No target was changed; the same on every rank, listing all problems.
@@ -245,6 +194,8 @@ def load(
             or ``prove`` for a planner that knows none; or ``prove`` and a checkpoint without fingerprints.
     """
     with checking_arguments("load", process_group, no_dist=no_dist):
+        note_old_load_options(old)
+        fallback, allow_classes = old.get("fallback"), old.get("allow_classes", ())
         check_rules("load", policy, sources)
         check_load(state_dict, path, planner, storage_reader, process_group, has_sources=bool(sources))
         check_transform(transform, sources)
@@ -292,7 +243,7 @@ def load(
 def _policy_of_load(
     policy: ElasticPolicy | None, planner: StockLoadPlanner, *, has_sources: bool
 ) -> ElasticPolicy | None:
-    """The given policy or the planner's own; a load of several sources always has one.
+    """The given policy or the planner's own, or the default one; planners of stock's have none.
 
     Raises:
         ValueError: There are two policies, or the planner takes none.
@@ -303,7 +254,7 @@ def _policy_of_load(
         return None
     if policy is not None and planner.rules.policy is not None:
         raise ValueError("load: got a policy and a planner with a policy, expected one of them")
-    return policy or planner.rules.policy or (ElasticPolicy() if has_sources else None)
+    return policy or planner.rules.policy or (ElasticPolicy() if has_sources else BY_DEFAULT)
 
 
 def _source_at(
@@ -319,7 +270,7 @@ def _source_at(
     )
 
 
-def _load_unless_overwritten(job: LoadJob) -> LoadReport | None:
+def _load_unless_overwritten(job: LoadJob) -> LoadReport:
     """Loads; starts again where another save replaced the checkpoint before anything was read. Collective."""
     for _ in range(_MAX_ATTEMPTS - 1):
         try:
@@ -337,21 +288,14 @@ def async_save(
     storage_writer: StorageWriter | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
-    keep: int | Keep | None = None,
     step_pattern: str | None = None,
     branch: Branch = "set_aside",
     trace: str | os.PathLike[str] | None = None,
-    on_error: Literal["raise", "warn"] = "raise",
-    fallback: str | os.PathLike[str] | None = None,
-    retries: int = 0,
-    max_failures: int = 3,
     fingerprints: bool = False,
     reuse: str | os.PathLike[str] | None = None,
-    format: Literal["dcp", "safetensors"] = "dcp",
-    max_file_bytes: int = MAX_FILE_BYTES,
-    transform: Transform | None = None,
     stager: AsyncStager | None = None,
     process: bool = False,
+    **old: Unpack[OldSaveOptions],
 ) -> Future[SaveResult]:
     """Copies the state dict to the CPU (``staging``), then saves it in a thread. Collective over ``process_group``.
 
@@ -378,39 +322,16 @@ def async_save(
         TypeError: An argument is of another type.
         ValueError: As in ``save``; or there is no gloo and the group cannot send from CPU memory.
     """
-    with checking_arguments("async_save", process_group):
-        check_can_send_from_cpu("async_save", process_group)
-        if process and stager is not None:
-            raise WrongValueError(
-                "async_save: got process=True and a stager, expected one of them: CpuStager(process=True)"
-            )
-        check_save("async_save", state_dict, path, planner, storage_writer, process_group)
-        check_seconds("async_save", timeout_seconds)
-        job = checked_job(
-            "async_save",
-            SaveJob(
-                path,
-                storage_writer,
-                SavePlanner() if planner is None else planner,
-                Keep.of(keep),
-                step_pattern,
-                OnStorageError(on_error, fallback, retries, max_failures),
-                fingerprints,
-                reuse,
-                branch=branch,
-            ),
-            format,
-            WeightsFormat(max_file_bytes, transform),
-        )
-    spans, call = begin_trace("async_save", trace), _call_of("async_save", format)
-    phases = Phases("save", process_group, path=path, timeout_seconds=timeout_seconds, trace=spans, call=call)
-    if stager is not None:
-        return save_in_background(state_dict, job, phases, stager)
-    made = CpuStager(process=process)
-    try:
-        saved = save_in_background(state_dict, job, phases, made)
-    except BaseException:
-        made.close()
-        raise
-    saved.add_done_callback(lambda _: made.close())
-    return saved
+    call = Call("async_save", process_group, timeout_seconds=timeout_seconds, trace=trace)
+    job = SaveJob(
+        path,
+        storage_writer,
+        SavePlanner() if planner is None else planner,
+        step_pattern=step_pattern,
+        branch=branch,
+        fingerprints=fingerprints,
+        reuse=reuse,
+    )
+    with call.checking():
+        job = with_old_options("async_save", job, old)
+    return save_later(state_dict, job, call, stager, process=process)

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from torchtitan_ext.checkpoint import LoadPlanner, SavePlanner
-from torchtitan_ext.checkpoint.operation.arguments import OnStorageError
+from torchtitan_ext.checkpoint.operation.save_job import OnStorageError
 from torchtitan_ext.checkpoint.operation.soft_failure import NothingSaved, failures_in_a_row, run_of, try_in_turn
 from torchtitan_ext.dcp_private import (
     EmptyStateDictLoadPlanner,
@@ -61,7 +61,7 @@ OPTIONS: Mapping[type, tuple[str, ...]] = {
 
 _ON_ERROR = "on_error"
 SOFT_OPTIONS = (_ON_ERROR, *(one.name for one in fields(OnStorageError) if one.name != "action"))
-"""The options of saves that storage refuses: those of ``tte.save``, for saves that write our files."""
+"""The options of saves that storage refuses: those of ``tte.CheckpointManager``, for saves that write our files."""
 
 # Attributes of stock's planner that ours takes over.
 _OF_SAVE_PLANNER = "flatten_state_dict flatten_sharded_tensors dedup_save_to_lowest_rank _enable_plan_caching"
@@ -157,8 +157,8 @@ def install(planners: bool = True, storage: bool = True, **options: Any) -> None
             ``HuggingFaceStorageReader`` and of a ``HuggingFaceStorageWriter`` with ``enable_consolidation``, or without
             ``save_distributed``, ours read and write the final safetensors files.
         options: Of ``SavePlanner``, ``LoadPlanner``, ``FileWriter`` and ``FileReader``: see ``OPTIONS``. And
-            ``on_error``, ``fallback``, ``retries`` and ``max_failures`` of ``tte.save``; a save that is only warned of
-            returns ``None``.
+            ``on_error``, ``fallback``, ``retries`` and ``max_failures`` of ``tte.CheckpointManager``; a save that is
+            only warned of returns ``None``.
 
     Raises:
         CannotInstallError: This torch is not known, or somebody else has patched the same functions.

@@ -24,9 +24,10 @@ import torch
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from torchtitan_ext.checkpoint import CpuStager, LoadPlanner, SaveResult, async_save, load, save
-from torchtitan_ext.checkpoint.operation.arguments import OnStorageError
+from torchtitan_ext.checkpoint import CpuStager, LoadPlanner, SaveResult, load
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases
+from torchtitan_ext.checkpoint.operation.save_job import OnStorageError, SaveJob
+from torchtitan_ext.checkpoint.operation.saves import Call, save_later, save_now
 from torchtitan_ext.checkpoint.rules.casts import CastPolicy
 from torchtitan_ext.checkpoint.rules.policy import Action, Strict
 from torchtitan_ext.elastic import ElasticDataLoader, ElasticPolicy
@@ -115,8 +116,8 @@ class ElasticCheckpointManager(CheckpointManager):
         """How long a rank waits for the others in each phase of a save or load."""
 
         on_error: Literal["raise", "warn"] = "raise"
-        """``warn``: a save that storage refuses is warned of, and training goes on; see ``tte.save``. The last save of
-        a run is raised all the same: no later one makes up for it."""
+        """``warn``: a save that storage refuses is warned of, and training goes on; see ``tte.CheckpointManager``. The
+        last save of a run is raised all the same: no later one makes up for it."""
 
         fallback: str | None = None
         """Another directory: in a folder of this run it takes what storage refuses, and loads look there too."""
@@ -169,28 +170,21 @@ class ElasticCheckpointManager(CheckpointManager):
             state_dict = self.sd_adapter.to_hf(state_dict)
             writer = SafetensorsWriter(checkpoint_id, file_numbers=self.sd_adapter.fqn_to_index_mapping)
         state_dict = self._with_run_tokens(state_dict)
-        handling = self._on_storage_error
-        options: dict[str, Any] = {
-            "timeout_seconds": self._config.timeout_seconds,
-            "on_error": handling.action,
-            "fallback": handling.fallback,
-            "retries": handling.retries,
-            "max_failures": handling.max_failures,
-        }
+        job = SaveJob(checkpoint_id, writer, on_storage_error=self._on_storage_error)
+        call = Call("save", timeout_seconds=self._config.timeout_seconds)
         self._latest_save = None
         if async_mode != AsyncMode.DISABLED:
             # The save removes old steps itself when it is committed: before, too few whole steps would be left.
             keep = None if filesystem.is_remote(self.folder) else self.keep_latest_k or None
-            saved: Future[Any] = async_save(
-                state_dict, checkpoint_id, process_group=self.pg, keep=keep, stager=self.stager, **options
-            )
+            job, call = replace(job, keep=Keep.of(keep)), replace(call, name="async_save", process_group=self.pg)
+            saved: Future[Any] = save_later(state_dict, job, call, self.stager)
             self._id_of_future = checkpoint_id
             if async_mode == AsyncMode.ASYNC:
                 return saved
             staged: Future[None] = Future()
             staged.set_result(None)
             return AsyncSaveResponse(staging_completion=staged, upload_completion=saved)
-        result = save(state_dict, checkpoint_id, storage_writer=writer, **options)
+        result = save_now(state_dict, job, call)
         self._log_refusal(checkpoint_id, result)
         if not result.error:
             self._latest_save = Path(result.path)
@@ -283,7 +277,6 @@ class ElasticCheckpointManager(CheckpointManager):
             report = load(values, checkpoint_id, planner=planner, policy=self.policy, timeout_seconds=timeout_seconds)
         except StateRefusedError as error:
             raise in_flags(error, self._options(), excluded) from None
-        assert report is not None, "a load by a policy has a report, please report"
         logger.info(f"{checkpoint_id}: {with_excluded(report, excluded)}")
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(values)
@@ -372,7 +365,7 @@ class _StepPlanner(LoadPlanner):
         policy, unused = self.rules.policy, [glob for glob in self._unused if fnmatch.filter(saved, glob)]
         if policy is not None and unused:
             actions: dict[str, Action] = {**policy.actions, **dict.fromkeys(unused, "omit")}
-            policy = ElasticPolicy(actions, default=policy.default, strict=policy.strict)
+            policy = policy.with_actions(actions)
             self.rules = replace(self.rules, policy=policy)
         return super().create_global_plan(global_plan)
 

@@ -22,7 +22,7 @@ def broadcast_coalesced_(
 
     Large tensors travel from memory to memory; small ones, of whatever dtype, and those that are not contiguous share
     kept buckets, of which at most three are in use. Only local checks are made: ranks that pass other sizes, another
-    order, source or bucket size hang or mix up values. ``torchtitan_ext.broadcast_tensors`` has ranks agree first.
+    order, source or bucket size hang or mix up values. ``torchtitan_ext.sync.broadcast_tensors`` has ranks agree first.
 
     Args:
         tensors: On one device, of any shapes and strides, in the same order on every rank; empty ones are skipped. No

@@ -6,17 +6,18 @@ import logging
 import os
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 import torch.distributed as dist
 
-from torchtitan_ext.checkpoint import CpuStager, LoadReport, SavePlanner, SaveResult, async_save, load, save
-from torchtitan_ext.checkpoint.operation.arguments import OnStorageError, WeightsFormat
+from torchtitan_ext.checkpoint import CpuStager, LoadReport, SavePlanner, SaveResult, load
 from torchtitan_ext.checkpoint.operation.choose_step import Step, choose_step
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases, checking_arguments
-from torchtitan_ext.checkpoint.operation.save_phases import SaveJob, checked_job
+from torchtitan_ext.checkpoint.operation.save_job import OnStorageError, SaveJob
+from torchtitan_ext.checkpoint.operation.saves import Call, save_later, save_now
 from torchtitan_ext.checkpoint.operation.unasked import raise_unasked
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy
 from torchtitan_ext.errors import NoCheckpointError, WrongValueError, argument_error, check_argument, check_counts
@@ -27,7 +28,6 @@ from torchtitan_ext.storage.commit.branch import living_steps
 from torchtitan_ext.storage.commit.steps import STEP, StepPattern, folders_in_fallback, step_of
 from torchtitan_ext.storage.runs.remote_steps import remote_steps
 from torchtitan_ext.storage.runs.retention import Keep
-from torchtitan_ext.storage.weights.writer import MAX_FILE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,12 @@ class CheckpointManager:
         keep_every: Steps that are multiples of it stay for good; goes with ``keep``.
         asynchronous: Whether ``save`` returns when the state is copied to host memory, which is kept from save to save.
         stager: That copies it; by default a ``CpuStager`` of the manager's own.
-        on_error, fallback, retries, max_failures: What becomes of a save that storage refuses, as in ``tte.save``.
+        on_error: ``"warn"``: where storage refuses a save on any rank (a full disk, a directory that is gone or
+            read-only), the coordinator warns, and the result of ``wait`` has an ``error`` that says so on all ranks.
+        fallback: Another directory, which runs may share: what storage refuses in the run is saved there, under the
+            same name in a folder of the run, and is found there by ``resume`` and ``steps``.
+        retries: How often a save that storage refused is tried again before that.
+        max_failures: With ``on_error="warn"``, which failure in a row is raised all the same.
         reuse: Whether what has not changed since the latest step is linked, not written again.
         fingerprints: Whether saves store fingerprints of their chunks.
         prove: Whether ``resume`` compares what it has loaded with these fingerprints.
@@ -111,15 +116,14 @@ class CheckpointManager:
                 )
             if os.path.isfile(run):
                 raise WrongValueError(f"CheckpointManager: got run={str(run)!r}, a file; expected a directory")
-            options: dict[str, Any] = {
-                "keep": None if keep is None else Keep(keep, keep_every),
-                "step_pattern": None if keep is None and not reuse else step_pattern,
-                "fingerprints": fingerprints,
-                "reuse": "latest" if reuse else None,
-            }
-            storage = OnStorageError(on_error, fallback, retries, max_failures)
-            first = SaveJob(self._path_of(run, 1), None, SavePlanner(), on_storage_error=storage, **options)
-            checked_job("CheckpointManager", first, "dcp", WeightsFormat(MAX_FILE_BYTES))
+            self._job = SaveJob(
+                keep=None if keep is None else Keep(keep, keep_every),
+                step_pattern=None if keep is None and not reuse else step_pattern,
+                on_storage_error=OnStorageError(on_error, fallback, retries, max_failures),
+                fingerprints=fingerprints,
+                reuse="latest" if reuse else None,
+            )
+            replace(self._job, path=self._path_of(run, 1)).checked("CheckpointManager", {})
             self._components = as_components(objects)
         self.run = os.path.abspath(run) if is_local(run) else os.fspath(run)
         self.every = every
@@ -127,19 +131,10 @@ class CheckpointManager:
         self._group = process_group
         self._timeout_seconds = timeout_seconds
         self._pattern = step_pattern
-        self._fallback = storage.fallback
+        self._fallback = self._job.on_storage_error.fallback
         self._policy = ElasticPolicy() if policy is None else policy
         self._prove = prove
         self._stager = CpuStager() if asynchronous and stager is None else stager
-        self._options: dict[str, Any] = {
-            "process_group": process_group,
-            "timeout_seconds": timeout_seconds,
-            "on_error": on_error,
-            "fallback": storage.fallback,
-            "retries": retries,
-            "max_failures": max_failures,
-            **options,
-        }
         self._pending: tuple[int, Future[SaveResult]] | None = None
         self._last: SaveResult | None = None
         self._is_closed = False
@@ -214,7 +209,8 @@ class CheckpointManager:
         this step is not saved.
 
         Raises:
-            What ``tte.save`` and ``tte.async_save`` raise: the same on every rank.
+            CheckpointFailedError: Storage refused the save, its retries and its fallback, on some rank.
+            And what ``tte.save`` and ``tte.async_save`` raise: all the same on every rank.
         """
         with checking_arguments("CheckpointManager.save", self._group):
             if step is None or isinstance(step, bool) or not isinstance(step, int) or step < 1:
@@ -227,11 +223,12 @@ class CheckpointManager:
         for component in components.values():
             if isinstance(component, Optimizers):
                 component.save()
-        path = self._path_of(self.run, step)
+        job = replace(self._job, path=self._path_of(self.run, step), planner=SavePlanner())
+        call = Call("CheckpointManager.save", self._group, timeout_seconds=self._timeout_seconds)
         if self._stager is None:
-            self._last = save(components, path, **self._options)
-            return
-        self._pending = step, async_save(components, path, stager=self._stager, **self._options)
+            self._last = save_now(components, job, call)
+        else:
+            self._pending = step, save_later(components, job, call, self._stager)
 
     def wait(self) -> SaveResult | None:
         """Waits until the pending save is committed, and raises its error if it has failed.

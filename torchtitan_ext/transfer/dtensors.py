@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from torchtitan_ext.errors import check_argument
-from torchtitan_ext.full_tensors import as_dtensor, placed_shard
+from torchtitan_ext.full.tensors import as_dtensor, placed_shard
 from torchtitan_ext.layout.dtensor import is_on_mesh, local_tensor
 from torchtitan_ext.layout.layout import ShardOrder
 from torchtitan_ext.transfer.state_dicts import plan_reshard

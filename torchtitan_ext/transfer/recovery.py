@@ -456,7 +456,7 @@ def _plan_load(
     built = phases.on_all("choose", lambda: _build_partial(job, part, lacking, from_disk), doing=_ASKING)
     partial = job.partial
     load = LoadJob(partial, [Source(chosen)], planner, ElasticPolicy(strict="ignore"), phases)
-    opened, components = prepare_load(load)
+    _, opened, components = prepare_load(load)
     planned = plan_load(load, opened, components)
     report = planned[0].report
     gone = [] if report is None else [fqn for fqn in report.missing if fqn in texts]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 import torchtitan_ext as tte
-from torchtitan_ext.checkpoint.operation.arguments import OnStorageError
+from torchtitan_ext.checkpoint.operation.save_job import OnStorageError
 
 STATE: dict[str, Any] = {"w": torch.ones(2)}
 LINEAR = nn.Linear(1, 1)

@@ -329,7 +329,7 @@ def test_eight_ranks(run_world, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:a load will refuse")
-@pytest.mark.parametrize("policy", [None, ElasticPolicy()], ids=["as stock", "by policy"])
+@pytest.mark.parametrize("policy", [None, ElasticPolicy()], ids=["by default", "by policy"])
 def test_classes_are_allowed_for_values_of_every_kind(tmp_path: Path, policy: ElasticPolicy | None) -> None:
     """Of the groups of an optimizer, as Shampoo's are, of an object with a rule of its own, and of plain values."""
     options = Settings(Colour.RED)
@@ -342,9 +342,10 @@ def test_classes_are_allowed_for_values_of_every_kind(tmp_path: Path, policy: El
     names = f"{__name__}.Colour, {__name__}.Settings"
     with pytest.raises((CheckpointReadError, StateRefusedError)) as caught:
         tte.load(state(None), tmp_path, policy=policy, no_dist=True)
-    assert f"pass allow_classes=[{names}] to tte.load, LoadPlanner or tte.install" in str(caught.value)
+    assert f"pass allow_classes=[{names}] to LoadPlanner or tte.install" in str(caught.value)
     loaded = state(None)
-    tte.load(loaded, tmp_path, policy=policy, allow_classes=[Settings, Colour], no_dist=True)
+    planner = tte.LoadPlanner(allow_classes=[Settings, Colour])
+    tte.load(loaded, tmp_path, policy=policy, planner=planner, no_dist=True)
     assert loaded["optimizer"]["param_groups"][0]["settings"] == options == loaded["plain"]
     assert loaded["box"].state == {"a": options}
     with pytest.raises(ValueError, match=r"^load: got allow_classes and a planner; give them to it"):

@@ -113,7 +113,7 @@ def test_a_stated_order_holds_for_the_targets() -> None:
     states = shards(whole * 0, (2, 2), *placements, steps=steps)
     with pytest.raises(LayoutError, match=r"state the order with layouts=\{'w'"):
         load(saved, states)
-    load(saved, states, lambda: tte.LoadPlanner(layouts={"w": tte.ShardOrder(((1, 0, 3), (0, 0, 1)))}))
+    load(saved, states, lambda: tte.LoadPlanner(layouts={"w": tte.layout.ShardOrder(((1, 0, 3), (0, 0, 1)))}))
     for state, wanted in zip(states, shards(whole, (2, 2), *placements, steps=steps), strict=True):
         assert torch.equal(local(state), local(wanted))
 
@@ -458,7 +458,7 @@ def test_foreign_classes_of_all_values_are_named_at_once() -> None:
     saved = save([values])
     state: dict[str, Any] = {"a": None, "b": None, "c": None, "e": None}
     names = f"{__name__}.Outsider, {__name__}.Stranger"
-    allowing = rf"pass allow_classes=\[{names}\] to tte.load, LoadPlanner or tte.install; or weights_only=False to"
+    allowing = rf"pass allow_classes=\[{names}\] to LoadPlanner or tte.install; or weights_only=False to"
     with pytest.raises(
         CheckpointReadError, match=rf"cannot read a, c: they are not plain data \(found {names}\); {allowing}"
     ):
@@ -624,7 +624,7 @@ def test_a_subclass_may_change_where_a_tensor_is_read() -> None:
 
 
 def test_a_layout_that_matches_nothing_is_refused() -> None:
-    order = tte.ShardOrder(((0, 0, 1),))
+    order = tte.layout.ShardOrder(((0, 0, 1),))
     saved = save([{"layers.0.wqkv": WHOLE, "head": WHOLE}])
     states = [{"head": state["w"]} for state in states_of(WHOLE, ROWS2)]
     load(saved, states, lambda: tte.LoadPlanner(layouts={"wqkv": order}))

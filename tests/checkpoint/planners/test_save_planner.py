@@ -266,7 +266,7 @@ def test_plain_tensors_that_differ_may_be_refused() -> None:
     save([states[0], states[0]], lambda: tte.SavePlanner(replicas="strict"))
 
 
-ORDER = tte.ShardOrder(((0, 0, 1),))
+ORDER = tte.layout.ShardOrder(((0, 0, 1),))
 
 
 def test_a_layout_that_matches_no_key_is_refused() -> None:
@@ -472,7 +472,7 @@ def test_without_collectives_each_rank_checks_and_writes_what_it_holds() -> None
 
 
 def test_the_planner_survives_pickling() -> None:
-    order = tte.ShardOrder((("tp", 0, 3), ("dp", 0, 1)))
+    order = tte.layout.ShardOrder((("tp", 0, 3), ("dp", 0, 1)))
     planner = sent(tte.SavePlanner(layouts={"*.wqkv": order}, replicas="first", enable_plan_caching=True))
     assert isinstance(planner, SavePlanner) and planner.flatten_state_dict
     save([{"step": 1}, {"step": 2}], lambda: sent(planner))
@@ -551,4 +551,4 @@ def test_all_classes_that_a_load_needs_are_named() -> None:
     text = str(caught[0].message)
     mode, preconditioner = f"{__name__}.Mode", f"{__name__}.Preconditioner"
     assert f"param_groups.0.config ({mode}, {preconditioner})" in text and "and 11 more" in text
-    assert f"pass allow_classes=[{mode}, {preconditioner}] to tte.load, LoadPlanner or tte.install; or weights" in text
+    assert f"pass allow_classes=[{mode}, {preconditioner}] to LoadPlanner or tte.install; or weights" in text

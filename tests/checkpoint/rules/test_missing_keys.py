@@ -113,12 +113,12 @@ def test_dropped_moments_are_refused_with_a_cure_that_works(tmp_path: Path) -> N
     with pytest.raises(ReshardError, match="get_optimizer_state_dict") as refused:
         tte.load({"optimizer": fresh}, tmp_path)
     text = str(refused.value)
-    assert "optimizer.state.0.step, optimizer.state.0.exp_avg" in text and "exclude=['optimizer.state.*']" in text
+    assert "optimizer.state.0.step, optimizer.state.0.exp_avg" in text and "{'optimizer.state.*': 'omit'}" in text
     assert not fresh.state
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        without = tte.LoadPlanner(source=Source(exclude=["optimizer.state.*"]))
-        tte.load({"optimizer": torch.optim.AdamW(model.parameters())}, tmp_path, planner=without)
+        without = ElasticPolicy({"optimizer.state.*": "omit"})
+        tte.load({"optimizer": torch.optim.AdamW(model.parameters())}, tmp_path, policy=without)
         model.zero_grad()
         get_optimizer_state_dict(model, fresh)
         tte.load({"optimizer": fresh}, tmp_path)

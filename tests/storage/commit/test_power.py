@@ -165,7 +165,7 @@ def test_weights_and_converted_files_are_synced(tmp_path: Path, monkeypatch: pyt
     original = os.fsync
     monkeypatch.setattr(os, "fsync", lambda one: (synced.add(os.fstat(one).st_ino), original(one)))
     weights = tmp_path / "weights"
-    tte.save({"w": torch.ones(3)}, weights, format="safetensors", no_dist=True)
+    tte.weights.save({"w": torch.ones(3)}, weights, no_dist=True)
     convert(open_source(weights), tmp_path / "converted", to="safetensors", num_processes=1)
     convert(open_source(weights), tmp_path / "model.pt", to="torch", num_processes=1)
     assert [path for path in tmp_path.rglob("*") if path.stat().st_ino not in synced] == []

@@ -314,7 +314,7 @@ def test_a_pattern_says_how_steps_are_named(tmp_path: Path) -> None:
             tte.load(loaded, tmp_path, step=5, step_pattern=wrong, no_dist=True)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="got step_pattern='v{step}' and no step"):
         tte.load(loaded, tmp_path, step_pattern="v{step}", no_dist=True)
-    with pytest.raises(ValueError, match="got step_pattern='v{step}' and no keep"):
+    with pytest.raises(ValueError, match="got step_pattern='v{step}' and no reuse"):
         tte.save(loaded, tmp_path / "v1", step_pattern="v{step}", no_dist=True)
 
 

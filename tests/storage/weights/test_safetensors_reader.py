@@ -368,7 +368,7 @@ def test_more_files_than_a_process_may_open(
 ) -> None:
     monkeypatch.setattr(opened_module, "_MAX_HELD", 64)  # this process may have hundreds of others open
     truth = {f"w{number}": torch.full((2, 3), float(number)) for number in range(400)}
-    tte.save(truth, tmp_path, format="safetensors", max_file_bytes=1, no_dist=True)
+    tte.weights.save(truth, tmp_path, max_file_bytes=1, no_dist=True)
     state = {fqn: torch.zeros((2, 3) if transform is None else (3, 2)) for fqn in truth}
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_open = len(list(Path("/proc/self/fd").iterdir()))

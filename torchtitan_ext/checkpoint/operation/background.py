@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from torchtitan_ext.checkpoint.operation.child_save import SaveInChild
 from torchtitan_ext.checkpoint.operation.phases import Phases
-from torchtitan_ext.checkpoint.operation.save_phases import SaveJob, SaveResult, ask_for_states, save_values, writer_at
+from torchtitan_ext.checkpoint.operation.save_job import SaveJob
+from torchtitan_ext.checkpoint.operation.save_phases import SaveResult, ask_for_states, save_values, writer_at
 from torchtitan_ext.checkpoint.operation.soft_failure import save_with_retries
 from torchtitan_ext.checkpoint.operation.unasked import SaveFuture, note_failure, raise_unasked
 from torchtitan_ext.checkpoint.staging.copies import StateMemory

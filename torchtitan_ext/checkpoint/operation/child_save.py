@@ -15,11 +15,11 @@ from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from torchtitan_ext.checkpoint.operation.phases import Phases
-from torchtitan_ext.checkpoint.operation.save_phases import SaveJob, SaveResult, save_values
+from torchtitan_ext.checkpoint.operation.save_job import SaveJob
+from torchtitan_ext.checkpoint.operation.save_phases import SaveResult, save_values
 from torchtitan_ext.checkpoint.staging.child_process import ChildProcess
 from torchtitan_ext.checkpoint.staging.copies import StateMemory
 from torchtitan_ext.checkpoint.staging.host_buffers import mapped_memory
@@ -28,7 +28,6 @@ from torchtitan_ext.errors import CheckpointFailedError, LostRankError, StateRef
 from torchtitan_ext.ranks.side_group import GroupOffer, known_to_all
 from torchtitan_ext.ranks.store_address import StoreAddress, address_of_default_store
 from torchtitan_ext.storage.commit.branch import remember_step
-from torchtitan_ext.storage.runs.retention import Keep
 
 logger = logging.getLogger(__name__)
 
@@ -62,18 +61,15 @@ _NO_STATE = SharedState(b"", [], 0, None, [])
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """The arguments of a save that travel to the child.
+    """What travels to the child.
 
     Attributes:
         directory: The working directory, to which a path of the storage may be relative.
     """
 
     directory: str
-    path: str | os.PathLike[str] | None
+    job: SaveJob
     writer: StorageWriter
-    planner: StockSavePlanner
-    keep: Keep | None
-    step_pattern: str | None
     timeout_seconds: float
     state: SharedState
 
@@ -104,16 +100,8 @@ class SaveInChild:
 
         def save() -> SaveResult:
             child = self._child_in_group(phases, offers)
-            request = SaveRequest(
-                os.getcwd(),
-                job.path,
-                writer,
-                job.planner,
-                job.keep,
-                job.step_pattern,
-                phases.timeout_seconds,
-                self._state,
-            )
+            own = dataclasses.replace(job, storage_writer=None)
+            request = SaveRequest(os.getcwd(), own, writer, phases.timeout_seconds, self._state)
             try:
                 return child.call(save_shared, request, file=self._state.file)
             except LostRankError as error:  # not of this rank's group, which can go on: the next save has new children
@@ -197,9 +185,8 @@ def save_shared(request: SaveRequest, file: int | None = None) -> SaveResult:
     """In the child: plans and writes. Collective over the children of all ranks."""
     os.chdir(request.directory)
     values = _read_state(request.state, file)
-    with Phases("save", path=request.path, timeout_seconds=request.timeout_seconds) as phases:
-        job = SaveJob(request.path, request.writer, request.planner, request.keep, request.step_pattern)
-        return save_values(values, request.writer, job, phases)
+    with Phases("save", path=request.job.path, timeout_seconds=request.timeout_seconds) as phases:
+        return save_values(values, request.writer, request.job, phases)
 
 
 def _read_state(state: SharedState, file: int | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@
 4. *take* gives components their new state;
 5. *prove* compares the loaded tensors with the fingerprints of the save.
 
-Without a policy the phases are the same, by stock's rules.
+With a planner of stock's the phases are the same, by stock's rules.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from torchtitan_ext.checkpoint.planners.items import ReadDecision
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.planners.subclasses import read_metadata, set_up_load
 from torchtitan_ext.checkpoint.rules.load_rules import LoadRules
-from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source
+from torchtitan_ext.checkpoint.rules.policy import BY_DEFAULT, ElasticPolicy, Source
 from torchtitan_ext.checkpoint.rules.report import (
     LoadReport,
     ReadSharing,
@@ -83,7 +83,7 @@ class LoadJob:
         sources: Where keys come from; the first that selects a key counts.
         planner: Has the options of the load. Several sources, and a policy, need a ``LoadPlanner``, which then also
             gets the report.
-        policy: What to do with each component; ``None``: as stock.
+        policy: What to do with each component; ``None``: as stock, for its planners.
         phases: The ranks that load.
         prove: Compare what was loaded with the fingerprints of the save; needs a ``LoadPlanner``.
         share_reads: Read what several ranks want once; anything but ``False`` and ``"auto"`` needs a ``LoadPlanner``.
@@ -108,11 +108,11 @@ class PlannedSource:
     report: LoadReport | None
 
 
-def load_state_dict(job: LoadJob) -> LoadReport | None:
+def load_state_dict(job: LoadJob) -> LoadReport:
     """Loads a state dict from one or several checkpoints. Collective.
 
     Returns:
-        With a policy, or a proof, what was done, the same on every rank.
+        What was done, the same on every rank; without lines of components where a planner of stock's has loaded them.
 
     Raises:
         StateRefusedError: With the report; nothing was changed. The same on every rank.
@@ -120,7 +120,7 @@ def load_state_dict(job: LoadJob) -> LoadReport | None:
             components that are undefined now.
         ProofFailedError: The loaded tensors are not what was saved.
     """
-    opened, components = prepare_load(job)
+    job, opened, components = prepare_load(job)
     planned = plan_load(job, opened, components)
     num_bytes, sharing = read_load(job, opened, planned, components)
     with_tensors = take_load(job, components)
@@ -136,28 +136,31 @@ def load_state_dict(job: LoadJob) -> LoadReport | None:
     more = {} if sharing is None else {"share_reads": asdict(sharing)}
     job.phases.log_metrics(logger, num_bytes, path=path, more=more)
     report = _joined([(one.name, other.report) for one, other in zip(opened, planned, strict=True)], job.policy)
-    if proof is not None:
-        new = world_of(components.values, job.phases.size)
-        report = report or LoadReport(saved_world(opened[0].metadata), new, components=())
-        report = replace(report, proof=proof)
-    if sharing is not None and report is not None:
-        report = replace(report, sharing=sharing)
+    if report is None:
+        report = LoadReport(saved_world(opened[0].metadata), world_of(components.values, job.phases.size), ())
+    report = replace(report, proof=proof, sharing=sharing)
     if isinstance(job.planner, LoadPlanner):
         job.planner.report = report
     return report
 
 
-def prepare_load(job: LoadJob) -> tuple[list[OpenSource], Components]:
-    """Reads the metadata of all sources and asks the components. Changes nothing."""
+def prepare_load(job: LoadJob) -> tuple[LoadJob, list[OpenSource], Components]:
+    """Reads the metadata of all sources and asks the components. Changes nothing.
+
+    Returns:
+        The job too: parts of a checkpoint that know nothing of each other are loaded as stock loads them.
+    """
     sources, policy, phases = job.sources, job.policy, job.phases
     opened: list[OpenSource] = []
     components = Components()
 
     def ask() -> tuple[str, list[str]]:
-        nonlocal components
+        nonlocal components, policy
         opened.extend(open_source(source, job.planner, phases.rank) for source in sources)
         incomplete = [one.name for one in opened if one.is_of_one_rank]
         has_transform = any(source.transform is not None for source in sources)
+        if incomplete and policy is BY_DEFAULT:
+            policy = None
         if incomplete and (policy is not None or has_transform):
             detail = (
                 "each rank has metadata of its own part alone (use_collectives=False); load it without a "
@@ -183,7 +186,7 @@ def prepare_load(job: LoadJob) -> tuple[list[OpenSource], Components]:
     problems = _other_metadata(seen, [one.name for one in opened])
     if problems:
         raise OtherMetadataError("load", tuple(problems))
-    return opened, components
+    return replace(job, policy=policy), opened, components
 
 
 def _read_the_same(answers: Sequence[tuple[str, list[str]]]) -> bool:

@@ -20,7 +20,7 @@ from torchtitan_ext._core import SumTable, add_sums
 from torchtitan_ext.checkpoint.operation.component_plans import Components, OpenSource
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
-from torchtitan_ext.checkpoint.rules.report import LoadProof
+from torchtitan_ext.checkpoint.rules.report import NO_TENSOR, LoadProof
 from torchtitan_ext.checkpoint.tables.agreement import agree
 from torchtitan_ext.checkpoint.tables.component import is_stateful
 from torchtitan_ext.checkpoint.tables.key_table import BoxesEntry, KeyTable, RankTable, TensorEntry, encode_table
@@ -261,7 +261,9 @@ def _collect(own: _OwnTensors, state: dict[Any, Any], components: Components, so
         own.values |= {fqn: tensors[fqn] for fqn in entries}
         own.source_of |= dict.fromkeys(entries, position)
         others |= values.keys()
-    own.unproved |= dict.fromkeys(sorted(others - loaded), "it was not loaded")
+    groups = tuple(f"{key}.param_groups." for key in components.param_groups)
+    for fqn in sorted(others - loaded):
+        own.unproved[fqn] = NO_TENSOR if fqn.startswith(groups) else "it was not loaded"
 
 
 def _why_changed(value: Any, fqn: str, source: ProvenSource) -> str | None:

@@ -16,19 +16,9 @@ from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.operation.arguments import (
-    OnStorageError,
-    Place,
-    WeightsFormat,
-    check_branch,
-    check_fingerprints,
-    check_keep,
-    checked_format,
-    checked_reuse,
-    place_of,
-    sends_from_cpu,
-)
+from torchtitan_ext.checkpoint.operation.arguments import Place, place_of, sends_from_cpu
 from torchtitan_ext.checkpoint.operation.phases import Phases
+from torchtitan_ext.checkpoint.operation.save_job import SaveJob
 from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.planners.subclasses import check_final_items, set_up_save
 from torchtitan_ext.checkpoint.staging.portions import Portions
@@ -37,10 +27,9 @@ from torchtitan_ext.dcp_private import storage_setup
 from torchtitan_ext.errors import CheckpointFailedError, differing, only_printed, refusal, warn
 from torchtitan_ext.storage import FileWriter
 from torchtitan_ext.storage.checkpoint_files import is_local
-from torchtitan_ext.storage.commit.branch import Branch
 from torchtitan_ext.storage.futures import result_of
 from torchtitan_ext.storage.native.shared_files import WrittenFiles
-from torchtitan_ext.storage.runs.retention import Keep, remove_old_steps
+from torchtitan_ext.storage.runs.retention import remove_old_steps
 from torchtitan_ext.storage.weights.one_writer import WriterRanks
 from torchtitan_ext.storage.weights.safetensors_reader import reader_at
 from torchtitan_ext.storage.weights.writer import SafetensorsWriter, WrittenWeights
@@ -83,53 +72,6 @@ class SaveResult:
     def metadata(self) -> Metadata:
         """The checkpoint's metadata, read from its files: at thousands of ranks it is large. Not collective."""
         return reader_at(self.path).read_metadata()
-
-
-@dataclass(frozen=True)
-class SaveJob:
-    """Where and how one save writes: the arguments that travel together. See ``checkpoint.save``.
-
-    Attributes:
-        fallback_place: Where the coordinator writes what storage refuses at ``path``: ranks may know the run by
-            different paths.
-        runs: The directories that may have steps of the run: that of the path, and its folders in the fallback.
-    """
-
-    path: str | os.PathLike[str] | None
-    storage_writer: StorageWriter | None
-    planner: StockSavePlanner
-    keep: Keep | None = None
-    step_pattern: str | None = None
-    on_storage_error: OnStorageError = OnStorageError()
-    fingerprints: bool = False
-    reuse: str | os.PathLike[str] | None = None
-    weights: WeightsFormat | None = None
-    branch: Branch = "set_aside"
-    runs: tuple[Path, ...] = ()
-    fallback_place: str | None = None
-
-
-def checked_job(operation: str, job: SaveJob, format: str, weights: WeightsFormat) -> SaveJob:
-    """The job that a caller asks for, as a save needs it. Raises TypeError or ValueError of what is wrong with it.
-
-    ``check_save`` comes before: it knows what is saved, by which planner and storage.
-    """
-    path, writer = job.path, job.storage_writer
-    job.on_storage_error.check(operation, path)
-    check_branch(operation, job.branch, path, writer)
-    check_fingerprints(operation, job.fingerprints, path, writer)
-    reuse = checked_reuse(operation, job.reuse, path, writer)
-    not_of_weights = {
-        "storage_writer": writer,
-        "keep": job.keep and job.keep.newest,
-        "step_pattern": job.step_pattern,
-        "fingerprints": job.fingerprints,
-        "reuse": job.reuse,
-    }
-    form = checked_format(operation, format, weights, path, job.on_storage_error.fallback, not_of_weights)
-    check_keep(job.keep, getattr(writer, "path", None) if path is None else path, job.step_pattern, job.reuse)
-    runs = job.on_storage_error.runs_of(path)
-    return dataclasses.replace(job, reuse=reuse, weights=form, runs=runs)
 
 
 def writer_at(job: SaveJob) -> StorageWriter:
@@ -180,7 +122,10 @@ def ask_for_states(state_dict: Mapping[Any, Any], job: SaveJob, phases: Phases) 
 
     asked = phases.on_all("prepare", ask, doing=_ASKING, places=_places_of(job))
     problems = differing(
-        "format", [form for form, _ in asked], show=str, advice="pass the same format and transform on every rank"
+        "format",
+        [form for form, _ in asked],
+        show=str,
+        advice="make the same call with the same transform on all ranks",
     )
     if problems:
         raise refusal("save", problems)

@@ -15,9 +15,9 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from torchtitan_ext.checkpoint.operation.arguments import OnStorageError
 from torchtitan_ext.checkpoint.operation.phases import Phases
-from torchtitan_ext.checkpoint.operation.save_phases import SaveJob, SaveResult
+from torchtitan_ext.checkpoint.operation.save_job import OnStorageError, SaveJob
+from torchtitan_ext.checkpoint.operation.save_phases import SaveResult
 from torchtitan_ext.errors import CheckpointFailedError, clear_frames, warn
 
 logger = logging.getLogger(__name__)

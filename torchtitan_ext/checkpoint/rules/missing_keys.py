@@ -205,11 +205,18 @@ def unclaimed_entries(joint: JointRequest, allowed: Collection[str]) -> tuple[li
         return [], []
     problems, unclaimed = fresh_optimizers(unclaimed, joint.wanted, "LoadPlanner(source=Source(exclude=[{glob!r}]))")
     dropped = find_option_gaps([*joint.wanted, *unclaimed], joint.wanted).dropped
+    unclaimed = [fqn for fqn in unclaimed if fqn not in dropped]
+    return problems, unexpected_warnings(unclaimed, joint.wanted, joint.components)
+
+
+def unexpected_warnings(
+    unexpected: Sequence[str], wanted: Collection[str], components: Mapping[str, ComponentPlan]
+) -> list[str]:
+    """A warning for each component of which the checkpoint has keys that nothing asks for."""
     by_component: dict[str, list[str]] = {}
-    for fqn in unclaimed:
-        if fqn not in dropped:
-            by_component.setdefault(component_of(fqn, joint.components, is_tensor=True), []).append(fqn)
-    return problems, [_unclaimed_text(name, fqns, joint.wanted) for name, fqns in by_component.items()]
+    for fqn in unexpected:
+        by_component.setdefault(component_of(fqn, components, is_tensor=True), []).append(fqn)
+    return [_unclaimed_text(name, fqns, wanted) for name, fqns in by_component.items()]
 
 
 def _unclaimed_text(component: str, fqns: Sequence[str], wanted: Collection[str]) -> str:

@@ -41,10 +41,12 @@ class ElasticPolicy:
         strict: What to do about keys that the checkpoint lacks, and about keys of the components that are loaded that
             nothing asks for: refuse, log a warning, or neither. Either way they are in the report, and targets of
             missing keys stay as they are.
+        unexpected: What to do about the latter, where that is another thing than ``strict`` says: a load without a
+            policy has ``"warn"``, so that a part of a checkpoint may be loaded.
 
     Raises:
         TypeError: ``actions`` is no mapping from names to actions.
-        WrongValueError: An action, or ``strict``, is none of these.
+        WrongValueError: An action, ``strict`` or ``unexpected`` is none of these.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class ElasticPolicy:
         *,
         default: Action = "reshard",
         strict: Strict = "error",
+        unexpected: Strict | None = None,
     ) -> None:
         expected = "a mapping such as {'dataloader': 'reset'}, or default= for all"
         check_argument("ElasticPolicy", "actions", actions, (Mapping, type(None)), expected)
@@ -62,10 +65,20 @@ class ElasticPolicy:
         for name, action in {**self.actions, "default": default}.items():
             if action not in get_args(Action):
                 raise WrongValueError(f"ElasticPolicy: got {action!r} for {name}, expected one of {_listed(Action)}")
-        if strict not in get_args(Strict):
-            raise WrongValueError(f"ElasticPolicy: got strict={strict!r}, expected one of {_listed(Strict)}")
+        unexpected = strict if unexpected is None else unexpected
+        for name, choice in (("strict", strict), ("unexpected", unexpected)):
+            if choice not in get_args(Strict):
+                raise WrongValueError(f"ElasticPolicy: got {name}={choice!r}, expected one of {_listed(Strict)}")
         self.default: Action = default
         self.strict: Strict = strict
+        self.unexpected: Strict = unexpected
+
+    def with_actions(self, actions: Mapping[str, Action], *, strict: Strict | None = None) -> ElasticPolicy:
+        """The same policy with these actions, and another ``strict`` where it is given."""
+        unexpected = self.unexpected if strict is None or self.unexpected != self.strict else strict
+        return ElasticPolicy(
+            actions, default=self.default, strict=self.strict if strict is None else strict, unexpected=unexpected
+        )
 
     def component_action(self, component: str) -> Action:
         """What to do with a top-level entry of a state dict."""
@@ -90,7 +103,12 @@ class ElasticPolicy:
         arguments = [repr(self.actions)] if self.actions else []
         arguments += [f"default={self.default!r}"] if self.default != "reshard" else []
         arguments += [f"strict={self.strict!r}"] if self.strict != "error" else []
+        arguments += [f"unexpected={self.unexpected!r}"] if self.unexpected != self.strict else []
         return f"ElasticPolicy({', '.join(arguments)})"
+
+
+BY_DEFAULT = ElasticPolicy(unexpected="warn")
+"""The policy of ``tte.load`` where none is given."""
 
 
 @dataclass(frozen=True)

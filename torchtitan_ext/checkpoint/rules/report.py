@@ -29,6 +29,7 @@ from torchtitan_ext.checkpoint.rules.missing_keys import (
     unclaimed_entries,
     unexpected_keys,
     unexpected_problems,
+    unexpected_warnings,
     unused_filters,
     unused_names,
 )
@@ -211,12 +212,19 @@ def review(
         unclaimed, left_out = unclaimed_entries(joint, allow_unclaimed)
         problems += [*missing_problems(joint.missing, metadata, num_ranks, joint.advice), *unclaimed]
         return list(dict.fromkeys(problems)), warned + left_out, None
-    report = build_report(joint, joint.rules.policy, new, problems)
-    return list(report.problems), warned, report
+    report, of_unexpected = build_report(joint, joint.rules.policy, new, problems, allow_unclaimed)
+    return list(report.problems), warned + of_unexpected, report
 
 
-def build_report(joint: JointRequest, policy: ElasticPolicy, new: World, problems: Sequence[Problem]) -> LoadReport:
-    """The report of a load by a policy; adds the problems of components, of missing and of unexpected keys."""
+def build_report(
+    joint: JointRequest,
+    policy: ElasticPolicy,
+    new: World,
+    problems: Sequence[Problem],
+    allow_unclaimed: Collection[str] = (),
+) -> tuple[LoadReport, list[str]]:
+    """The report of a load by a policy, with the problems of components, of missing and of unexpected keys; and what
+    is to be warned of."""
     wanted, left, absent, source = joint.wanted, joint.left, joint.missing, joint.rules.source
     saved = joint.metadata.state_dict_metadata
     components, old = dict(joint.components), saved_world(joint.metadata)
@@ -232,17 +240,28 @@ def build_report(joint: JointRequest, policy: ElasticPolicy, new: World, problem
     )
     for name in loaded:
         components.setdefault(name, ComponentPlan(policy.component_action(name), is_top=name == MODEL))
-    unexpected = [fqn for fqn in unexpected_keys(joint, components, policy) if fqn not in settled]
+    # What stands beside a loaded tensor, at the top of a state dict, is no part of what was asked for.
+    only_warns = policy.unexpected == "warn" != policy.strict
+    unexpected = [
+        fqn
+        for fqn in unexpected_keys(joint, joint.components if only_warns else components, policy)
+        if fqn not in settled and not any(fnmatch.fnmatchcase(fqn, glob) for glob in allow_unclaimed)
+    ]
+    warned: list[str] = []
     options = {name: plan.options for name, plan in components.items() if plan.options}
     names = {*components, *wanted, *absent, *joint.tied, *left, *map(source.own_name, saved), *chain(*options.values())}
     unused = unused_names(policy, components, names)
     if policy.strict == "error":
         problems += name_problems(unused, names, {*wanted, *left, *(f"{name}.param_groups" for name in options)})
         problems += missing_problems(missing, joint.metadata, new.size, joint.advice)
+    if policy.unexpected == "error" or only_warns:
         asked = [*wanted, *absent, *chain(*options.values())]
         of_optimizers, others = fresh_optimizers(unexpected, asked, "policy=ElasticPolicy({{{glob!r}: 'omit'}})")
-        problems += [*of_optimizers, *unexpected_problems(others, missing)]
-
+        problems += of_optimizers
+        if only_warns:
+            warned = unexpected_warnings(others, wanted, components)
+        else:
+            problems += unexpected_problems(others, missing)
     problems = list(dict.fromkeys(problems))
     troubled = {problem.fqn for problem in problems}
     counts = {"missing": missing, "unexpected": unexpected, UNTOUCHED: left}
@@ -260,7 +279,7 @@ def build_report(joint: JointRequest, policy: ElasticPolicy, new: World, problem
             facts += [f"{', '.join(short)} {what}"] if short and loaded[name] else []
         lines.append(ComponentLine(name, plan.action, ", ".join(facts) or UNTOUCHED))
     remedy = find_remedy(problems, policy, components, wanted)
-    return LoadReport(
+    report = LoadReport(
         old,
         new,
         tuple(lines),
@@ -271,6 +290,7 @@ def build_report(joint: JointRequest, policy: ElasticPolicy, new: World, problem
         remedy,
         tied=joint.tied,
     )
+    return report, warned
 
 
 def find_remedy(
@@ -324,7 +344,7 @@ def find_remedy(
         for name, action in policy.actions.items()
         if name not in unfit and not any(name.startswith(f"{component}.") for component in whole)
     }
-    return ElasticPolicy({**actions, **kept, **actions}, default=policy.default, strict=strict)
+    return policy.with_actions({**actions, **kept, **actions}, strict=strict)
 
 
 def join_reports(reports: Sequence[tuple[str, LoadReport]], policy: ElasticPolicy) -> LoadReport:
@@ -365,12 +385,12 @@ def joined_remedy(remedies: Sequence[ElasticPolicy | None], policy: ElasticPolic
     }
     kept = {name: policy.actions[name] for name in policy.actions if all(name in remedy.actions for remedy in known)}
     strict = next((remedy.strict for remedy in known if remedy.strict != policy.strict), policy.strict)
-    return ElasticPolicy({**changes, **kept, **changes}, default=policy.default, strict=strict)
+    return policy.with_actions({**changes, **kept, **changes}, strict=strict)
 
 
 def warn_of_leftovers(report: LoadReport, policy: ElasticPolicy) -> None:
     """Logs missing, unexpected and unused names, as ``strict`` says."""
-    if policy.strict == "warn" and (report.missing or report.unexpected):
+    if policy.strict == "warn" and (report.missing or (report.unexpected and policy.unexpected == "warn")):
         logger.warning("load: %s", report)
     elif policy.strict != "ignore" and report.unused:
         logger.warning("load: the policy names what is not there: %s", ", ".join(report.unused))

@@ -247,7 +247,7 @@ def how_to_read(unread: Collection[NotPlain]) -> str:
     if not_allowed:
         return f"pass {trusting}: allow_classes does not help with {', '.join(sorted(not_allowed))}"
     names = {name for found in unread for name in found.names}
-    return f"pass allow_classes=[{', '.join(sorted(names))}] to tte.load, LoadPlanner or tte.install; or {trusting}"
+    return f"pass allow_classes=[{', '.join(sorted(names))}] to LoadPlanner or tte.install; or {trusting}"
 
 
 def digest_values(

@@ -100,7 +100,7 @@ class Job:
 
     stages: Sequence[Stage]
     layouts: Mapping[str, ShardOrder] | None
-    policy: ElasticPolicy | None
+    policy: ElasticPolicy
     device: Device
     bandwidth: Bandwidth
 

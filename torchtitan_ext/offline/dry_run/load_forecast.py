@@ -18,7 +18,6 @@ from torchtitan_ext.checkpoint.operation.component_plans import paths_below, rea
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.planners.saved_chunks import name_metadata
 from torchtitan_ext.checkpoint.rules.load_rules import ComponentPlan, LoadRules, ReadRequest, component_of
-from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy
 from torchtitan_ext.checkpoint.rules.report import LoadReport
 from torchtitan_ext.checkpoint.tables.component import saved_world
 from torchtitan_ext.checkpoint.tables.key_table import KeyEntry, KeyTable, ObjectEntry, TensorEntry, encode_table
@@ -70,7 +69,7 @@ class LoadForecast:
         seconds: The time until the slowest rank has read its part, at the given bandwidth.
         metadata_seconds: The time until all ranks have read ``.metadata`` and index, before that.
         problems: Why the load would be refused; empty if it would not.
-        report: What becomes of each component; ``None`` without a policy.
+        report: What becomes of each component.
         file_bytes: The size of each file of the checkpoint, by name.
     """
 
@@ -195,7 +194,7 @@ class _Load:
         """The request of a job for all of a checkpoint. Random generators work out their part, as in the job."""
         one = stage.one
         is_tensor = {fqn: isinstance(entry, TensorEntry) for fqn, entry in one.table.entries.items()}
-        plans = components_of(is_tensor, one.table.stock_paths, self._job.policy or ElasticPolicy())
+        plans = components_of(is_tensor, one.table.stock_paths, self._job.policy)
         rngs = self._generators(plans, stage.ranks.num_data_parallel)
         if rngs:
             cut = sort_components(rngs, [self._opened], self._job.policy, self._job.num_ranks, lambda name: None)
@@ -211,7 +210,7 @@ class _Load:
     def _generators(self, components: Iterable[str], num_data_parallel: int) -> dict[str, RngState]:
         """The components that ``RngState`` has saved: they load by its rule."""
         metadata = self._opened.metadata
-        policy, rngs = self._job.policy or ElasticPolicy(), dict[str, RngState]()
+        policy, rngs = self._job.policy, dict[str, RngState]()
         if self._source.problems:
             return rngs
         for name in components:

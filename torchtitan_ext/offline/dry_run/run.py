@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 
 from torchtitan_ext.checkpoint.operation.component_plans import read_saved
 from torchtitan_ext.checkpoint.rules.load_rules import component_of
-from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source, check_rules
+from torchtitan_ext.checkpoint.rules.policy import BY_DEFAULT, ElasticPolicy, Source, check_rules
 from torchtitan_ext.checkpoint.tables.key_table import ObjectEntry, TensorEntry
 from torchtitan_ext.errors import CheckpointReadError, WrongValueError, check_argument, named
 from torchtitan_ext.errors.near_names import names_hint
@@ -85,7 +85,7 @@ def dry_run(
     stages = stages_of(state, source, mesh, placements, layouts)
     if source is not None:
         _check_components(source, stages)
-    job = Job(stages, layouts, policy, device or _device_of(stages), bandwidth)
+    job = Job(stages, layouts, policy or BY_DEFAULT, device or _device_of(stages), bandwidth)
     notes = [*_notes(stages), *(() if source is None else source.notes)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -157,7 +157,7 @@ def _check_components(source: LoadSource, stages: Sequence[Stage]) -> None:
 
 def _data_positions(source: LoadSource, job: Job) -> dict[str, DataPosition]:
     """Where each data loader stands that the job loads and whose state can be read."""
-    saved, policy = source.opened.metadata.state_dict_metadata, job.policy or ElasticPolicy()
+    saved, policy = source.opened.metadata.state_dict_metadata, job.policy
     found = {}
     for prefix in loaders_among([fqn for fqn, one in saved.items() if isinstance(one, BytesStorageMetadata)]):
         name = prefix.removesuffix(".")

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchtitan_ext import ops
 from torchtitan_ext.checkpoint.rules.casts import CastPolicy, cast_problem
 from torchtitan_ext.errors import Problem, check_argument, refusal
-from torchtitan_ext.full_tensors import broadcast_full, decide_layouts, gather_full
+from torchtitan_ext.full.tensors import broadcast_full, decide_layouts, gather_full
 from torchtitan_ext.layout.dtensor import is_on_mesh, local_tensor, on_device
 from torchtitan_ext.layout.layout import LayoutRules, ShardOrder, canonical_fqn, shard_of
 from torchtitan_ext.ranks.exchange import Opening, broadcast_value, gather_values

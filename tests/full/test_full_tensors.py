@@ -26,10 +26,10 @@ import torchtitan_ext as tte
 from torchtitan_ext import full_tensors
 
 
-def stated(layout: HandMade) -> tte.ShardOrder | None:
+def stated(layout: HandMade) -> tte.layout.ShardOrder | None:
     if not layout.must_be_stated:
         return None
-    return tte.ShardOrder(tuple((step.axis, step.dim, step.split_factor) for step in layout.steps))
+    return tte.layout.ShardOrder(tuple((step.axis, step.dim, step.split_factor) for step in layout.steps))
 
 
 def gather_handmade(rank: int, world_size: int, layout: HandMade) -> list[str]:
@@ -65,7 +65,7 @@ def peak_bytes(rank: int, world_size: int, num_bytes: int) -> tuple[float, float
     """How much memory a gather, and making a DTensor, take at most, in full tensors."""
     mesh = init_device_mesh("cpu", (world_size,))
     whole = torch.arange(num_bytes // 8, dtype=torch.int64).view(-1, 512)
-    dtensor, distributing = with_peak(lambda: tte.distribute_tensor(whole, mesh, [Shard(0)]))
+    dtensor, distributing = with_peak(lambda: tte.full.distribute_tensor(whole, mesh, [Shard(0)]))
     full, gathering = with_peak(lambda: tte.full_tensor(dtensor))
     return distributing / num_bytes, gathering / num_bytes, torch.equal(full, whole)
 
@@ -96,9 +96,9 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(TypeError, match="^full_tensor: got layout='.*', expected a ShardOrder$"):
         tte.full_tensor(torch.zeros(2), layout="nested")
     with pytest.raises(TypeError, match="^distribute_tensor: got full=a list, expected a tensor$"):
-        tte.distribute_tensor([1.0], None, [])
+        tte.full.distribute_tensor([1.0], None, [])
     with pytest.raises(TypeError, match="^distribute_tensor: got mesh=a list, expected a DeviceMesh$"):
-        tte.distribute_tensor(torch.zeros(2), [Shard(0)], None)
+        tte.full.distribute_tensor(torch.zeros(2), [Shard(0)], None)
 
 
 def save_one_element(rank: int, world_size: int, path: Path) -> list[float]:
@@ -126,10 +126,10 @@ def refused_placements(rank: int, world_size: int) -> None:
         ([Shard(0), Replicate()], ValueError, "placements: got 2, expected one per axis of the mesh, 1"),
     ]:
         with pytest.raises(error, match=text):
-            tte.distribute_tensor(torch.zeros(2), mesh, placements)
-    dtensor = tte.distribute_tensor(torch.zeros(2), mesh, [Shard(0)])
+            tte.full.distribute_tensor(torch.zeros(2), mesh, placements)
+    dtensor = tte.full.distribute_tensor(torch.zeros(2), mesh, [Shard(0)])
     with pytest.raises(TypeError, match="got full=a DTensor, expected a plain tensor"):
-        tte.distribute_tensor(dtensor, mesh, [Shard(0)])
+        tte.full.distribute_tensor(dtensor, mesh, [Shard(0)])
 
 
 def test_placements_that_are_none(run_world) -> None:
@@ -190,7 +190,7 @@ def distribute_handmade(rank: int, world_size: int, layout: HandMade, src_data_r
     state = {}
     for name, whole in truth.items():
         mine = whole if rank == 0 or src_data_rank is None else torch.zeros_like(whole)
-        state[name] = tte.distribute_tensor(
+        state[name] = tte.full.distribute_tensor(
             mine, mesh, layout.placements, layout=stated(layout), src_data_rank=src_data_rank
         )
         assert (
@@ -214,7 +214,7 @@ def test_distribute_tensor(run_world, layout: HandMade, src_data_rank: int | Non
 def round_trip_with_grad(rank: int, world_size: int) -> list[Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     whole = nn.Parameter(random_whole((9, 3), torch.float32, 0))
-    dtensor = tte.distribute_tensor(whole, mesh, [Replicate(), Shard(1)])
+    dtensor = tte.full.distribute_tensor(whole, mesh, [Replicate(), Shard(1)])
     local = dtensor.to_local()
     version = local._version
     full = tte.full_tensor(dtensor)

@@ -26,8 +26,8 @@ import torchtitan_ext as tte
 def get_full(rank: int, world_size: int, layout: Layout) -> list[str]:
     model = build_model(layout, UNEVEN)
     truth = build_whole(UNEVEN).state_dict()
-    lines = differences(tte.get_full_state_dict(model), truth)
-    on_rank0 = tte.get_full_state_dict(model, rank0_only=True, cpu_offload=True)
+    lines = differences(tte.full.get_full_state_dict(model), truth)
+    on_rank0 = tte.full.get_full_state_dict(model, rank0_only=True, cpu_offload=True)
     return lines + differences(on_rank0, truth if rank == 0 else {})
 
 
@@ -36,7 +36,7 @@ def set_full(rank: int, world_size: int, layout: Layout, broadcast_from_rank0: b
     poison(model.state_dict())
     truth = build_whole(UNEVEN).state_dict()
     has_truth = rank == 0 or not broadcast_from_rank0
-    tte.set_full_state_dict(model, truth if has_truth else {}, broadcast_from_rank0=broadcast_from_rank0)
+    tte.full.set_full_state_dict(model, truth if has_truth else {}, broadcast_from_rank0=broadcast_from_rank0)
     return differences(model.state_dict(), truth)
 
 
@@ -57,11 +57,11 @@ def full_of_wrapped(rank: int, world_size: int) -> list[str]:
     model.block = checkpoint_wrapper(model.block)
     compiled = torch.compile(model)
     truth = build_whole(UNEVEN).state_dict()
-    lines = differences(tte.get_full_state_dict(compiled), truth)
+    lines = differences(tte.full.get_full_state_dict(compiled), truth)
     poison(model.state_dict())
-    tte.set_full_state_dict(compiled, truth)
-    lines += differences(tte.get_full_state_dict(compiled), truth)
-    return lines + differences(tte.get_full_state_dict(DistributedDataParallel(build_whole(UNEVEN))), truth)
+    tte.full.set_full_state_dict(compiled, truth)
+    lines += differences(tte.full.get_full_state_dict(compiled), truth)
+    return lines + differences(tte.full.get_full_state_dict(DistributedDataParallel(build_whole(UNEVEN))), truth)
 
 
 def test_wrapper_prefixes_are_stripped(run_world) -> None:
@@ -89,7 +89,7 @@ def set_on_meta(rank: int, world_size: int, broadcast_from_rank0: bool) -> list[
         model = Tied()
     fully_shard(model.rest, mesh=mesh)
     given = truth if rank == 0 or not broadcast_from_rank0 else {}
-    tte.set_full_state_dict(model, given, broadcast_from_rank0=broadcast_from_rank0, strict=False)
+    tte.full.set_full_state_dict(model, given, broadcast_from_rank0=broadcast_from_rank0, strict=False)
     assert model.head.weight is model.embed.weight and model.extra.is_meta
     assert isinstance(model.rest.weight, DTensor) and isinstance(model.rest.weight, nn.Parameter)
     assert [param.requires_grad for param in (model.rest.weight, model.rest.bias)] == [True, False]
@@ -106,9 +106,9 @@ def test_a_model_on_meta_gets_memory(run_world, broadcast_from_rank0: bool) -> N
 def refused_values(rank: int, world_size: int) -> str:
     mesh = init_device_mesh("cpu", (world_size,))
     whole = torch.zeros(2, 2)
-    given = {"weight": tte.distribute_tensor(whole, mesh, [Shard(0)]), "bias": 3 if rank else whole[0]}
+    given = {"weight": tte.full.distribute_tensor(whole, mesh, [Shard(0)]), "bias": 3 if rank else whole[0]}
     with pytest.raises(tte.errors.StateRefusedError) as caught:
-        tte.set_full_state_dict(nn.Linear(2, 2), given)
+        tte.full.set_full_state_dict(nn.Linear(2, 2), given)
     return str(caught.value)
 
 
@@ -121,15 +121,15 @@ def test_values_that_are_no_full_tensors(run_world) -> None:
 
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(TypeError, match="^get_full_state_dict: got model=a dict, expected a module$"):
-        tte.get_full_state_dict({})
+        tte.full.get_full_state_dict({})
     with pytest.raises(TypeError, match="^get_full_state_dict: got model=the class Linear, expected a module$"):
-        tte.get_full_state_dict(nn.Linear)
+        tte.full.get_full_state_dict(nn.Linear)
     with pytest.raises(TypeError, match="^set_full_state_dict: got model=a dict, expected a module$"):
-        tte.set_full_state_dict({}, nn.Linear(1, 1))
+        tte.full.set_full_state_dict({}, nn.Linear(1, 1))
     with pytest.raises(TypeError, match="^set_full_state_dict: got full_state_dict=a Linear, expected a dict of full"):
-        tte.set_full_state_dict(nn.Linear(1, 1), nn.Linear(1, 1))
+        tte.full.set_full_state_dict(nn.Linear(1, 1), nn.Linear(1, 1))
     with pytest.raises(TypeError, match="^get_full_state_dict: got layouts=a list, expected a dict of ShardOrder"):
-        tte.get_full_state_dict(nn.Linear(1, 1), layouts=[])
+        tte.full.get_full_state_dict(nn.Linear(1, 1), layouts=[])
 
 
 def refused_set(rank: int, world_size: int, broadcast_from_rank0: bool) -> tuple[str, list[str]]:
@@ -140,7 +140,7 @@ def refused_set(rank: int, world_size: int, broadcast_from_rank0: bool) -> tuple
     wrong["head.weigth"] = wrong.pop("head.weight")
     wrong["num_batches"] = torch.tensor(1.5)
     with pytest.raises(tte.errors.StateRefusedError) as caught:
-        tte.set_full_state_dict(model, wrong, broadcast_from_rank0=broadcast_from_rank0)
+        tte.full.set_full_state_dict(model, wrong, broadcast_from_rank0=broadcast_from_rank0)
     return str(caught.value), differences(model.state_dict(), truth)
 
 
@@ -157,10 +157,10 @@ def sub_mesh_model(rank: int, world_size: int) -> list[str]:
     """A model with a part on ranks 0 and 1 only: others go through without it."""
     mesh = dist.device_mesh.DeviceMesh("cpu", [0, 1])
     whole = random_whole((5, 3), torch.float32, 0)
-    part = tte.distribute_tensor(whole, mesh, [Shard(0)])
+    part = tte.full.distribute_tensor(whole, mesh, [Shard(0)])
     model = nn.Linear(3, 5, bias=False)
     model.weight = nn.Parameter(part)
-    full = tte.get_full_state_dict(model)
+    full = tte.full.get_full_state_dict(model)
     return differences(full, {"weight": whole} if rank < 2 else {})
 
 

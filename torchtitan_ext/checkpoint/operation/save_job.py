@@ -1,0 +1,243 @@
+"""One save as its caller asks for it: where it writes, in which form, and what becomes of it where storage refuses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args
+
+from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter
+
+from torchtitan_ext.checkpoint.operation.arguments import check_group, check_pattern, check_state_and_place
+from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
+from torchtitan_ext.errors import WrongValueError, argument_error, check_argument
+from torchtitan_ext.storage.checkpoint_files import is_local
+from torchtitan_ext.storage.commit.branch import Branch
+from torchtitan_ext.storage.commit.steps import folders_in_fallback, step_of
+from torchtitan_ext.storage.runs.retention import Keep
+from torchtitan_ext.storage.weights.writer import MAX_FILE_BYTES
+from torchtitan_ext.transforms.rules import Transform
+
+
+@dataclass(frozen=True)
+class WeightsFormat:
+    """How a save writes safetensors files: the arguments of ``tte.weights.save``."""
+
+    max_file_bytes: int = MAX_FILE_BYTES
+    transform: Transform | None = None
+
+    def check(self, operation: str, path: Any, fallback: Any) -> None:
+        """Raises TypeError or ValueError unless it can be written in this form to this path, and to the fallback."""
+        if isinstance(self.max_file_bytes, bool) or not isinstance(self.max_file_bytes, int):
+            raise argument_error(operation, "max_file_bytes", self.max_file_bytes, "a whole number")
+        if self.max_file_bytes < 1:
+            raise WrongValueError(f"{operation}: got max_file_bytes={self.max_file_bytes}, expected at least 1")
+        check_argument(operation, "transform", self.transform, (Transform, NoneType), "a tte.transforms.Transform")
+        for name, place in (("the path ", path), ("fallback=", fallback)):
+            if place is not None and not is_local(place):
+                raise WrongValueError(
+                    f"{operation}: got {name}{str(place)!r}, expected a directory: safetensors files are not written "
+                    "to URLs"
+                )
+        if path is not None and os.fspath(path).endswith(".safetensors"):
+            raise WrongValueError(
+                f"{operation}: got the path {str(path)!r}, expected a directory, in which the files are made; leave "
+                ".safetensors out"
+            )
+
+
+@dataclass(frozen=True)
+class OnStorageError:
+    """What becomes of a save that storage refuses on any rank: options of ``tte.CheckpointManager`` and ``install``.
+
+    Errors of storage are those of the operating system: a full disk, a directory that is gone or read-only. Refusals,
+    whose cause is the state, and lost ranks, whose group can do nothing more, are always raised.
+    """
+
+    action: Literal["raise", "warn"] = "raise"
+    fallback: str | os.PathLike[str] | None = None
+    retries: int = 0
+    max_failures: int = 3
+
+    def check(self, operation: str, path: object) -> None:
+        if self.action not in ("raise", "warn"):
+            raise WrongValueError(f'{operation}: got on_error={self.action!r}, expected "raise" or "warn"')
+        for name, least in (("retries", 0), ("max_failures", 1)):
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, int) or number < least:
+                raise WrongValueError(
+                    f"{operation}: got {name}={number!r}, expected a whole number of at least {least}"
+                )
+        if self.fallback is not None:
+            check_argument(operation, "fallback", self.fallback, (str, os.PathLike), "a directory")
+            if path is None:
+                raise WrongValueError(
+                    f"{operation}: got fallback={str(self.fallback)!r} and no path; give the path too"
+                )
+
+    def __post_init__(self) -> None:
+        # The working directory may be another one when an asynchronous save needs it.
+        if isinstance(self.fallback, (str, os.PathLike)) and is_local(self.fallback):
+            object.__setattr__(self, "fallback", os.path.abspath(self.fallback))
+
+    def place_of(self, path: str | os.PathLike[str] | None) -> str | None:
+        """Where the fallback of a checkpoint goes: under the same name in the run's folder of the other directory."""
+        if self.fallback is None or path is None:
+            return None
+        path = os.path.abspath(path) if is_local(path) else os.fspath(path).rstrip("/")
+        run, name = os.path.split(path)
+        return os.path.join(folders_in_fallback(run, self.fallback)[0], name)
+
+    def runs_of(self, path: str | os.PathLike[str] | None) -> tuple[Path, ...]:
+        """The directories that may have steps of the run of a checkpoint, its folders in the fallback among them."""
+        if path is None:
+            return ()
+        run = os.path.dirname(os.path.abspath(path)) if is_local(path) else os.path.dirname(os.fspath(path).rstrip("/"))
+        folders = [] if self.fallback is None else folders_in_fallback(run, self.fallback)
+        return tuple(Path(folder) for folder in (run, *folders) if is_local(folder))
+
+    def other_places(
+        self, path: str | os.PathLike[str] | None, fallback: str | None
+    ) -> list[str | os.PathLike[str] | None]:
+        """Where a save at ``path``, whose place in the fallback directory is known, is tried again, in turn."""
+        return [path] * self.retries + ([] if fallback is None else [fallback])
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """Where and how one save writes: the options of all calls that save.
+
+    See ``tte.save``, ``tte.weights.save`` and ``tte.CheckpointManager``.
+
+    Attributes:
+        weights: How safetensors are written; ``None`` for a checkpoint of DCP.
+        runs: The directories that may have steps of the run: that of the path, and its folders in the fallback.
+        fallback_place: Where the coordinator writes what storage refuses at ``path``: ranks may know the run by
+            different paths.
+    """
+
+    path: str | os.PathLike[str] | None = None
+    storage_writer: StorageWriter | None = None
+    planner: StockSavePlanner = field(default_factory=SavePlanner)
+    keep: Keep | None = None
+    step_pattern: str | None = None
+    on_storage_error: OnStorageError = OnStorageError()
+    fingerprints: bool = False
+    reuse: str | os.PathLike[str] | None = None
+    weights: WeightsFormat | None = None
+    branch: Branch = "set_aside"
+    runs: tuple[Path, ...] = ()
+    fallback_place: str | None = None
+
+    def checked(self, operation: str, state_dict: Any, group: Any = None) -> SaveJob:
+        """The job as a save needs it. Raises TypeError or ValueError of what is wrong with it, or with the state."""
+        check_state_and_place(operation, state_dict, self.path, self.storage_writer)
+        check_argument(operation, "planner", self.planner, StockSavePlanner, "a SavePlanner")
+        expected = "a DCP storage writer, such as FileSystemWriter(path)"
+        check_argument(operation, "storage_writer", self.storage_writer, (StorageWriter, NoneType), expected)
+        check_group(operation, group)
+        self.on_storage_error.check(operation, self.path)
+        self._check_branch(operation)
+        self._check_fingerprints(operation)
+        reuse = self._checked_reuse(operation)
+        if self.weights is not None:
+            self._check_no_checkpoint(operation)
+            self.weights.check(operation, self.path, self.on_storage_error.fallback)
+        self._check_keep()
+        return replace(self, reuse=reuse, runs=self.on_storage_error.runs_of(self.path))
+
+    def _checked_reuse(self, operation: str) -> str | None:
+        """An earlier checkpoint as an absolute path, "latest" or ``None``."""
+        reuse = self.reuse
+        check_argument(operation, "reuse", reuse, (str, os.PathLike, NoneType), 'a checkpoint or "latest"')
+        if reuse is None:
+            return None
+        if self.storage_writer is not None:
+            raise WrongValueError(
+                f"{operation}: got reuse={str(reuse)!r} and a storage_writer; give it to the writer: FileWriter(path, "
+                "reuse=...)"
+            )
+        for name, place in (("reuse", reuse), ("path", self.path)):
+            if place is not None and not is_local(place):
+                raise WrongValueError(
+                    f"{operation}: got reuse={str(reuse)!r} and {name}={str(place)!r}, expected a directory: other "
+                    "storage has no links"
+                )
+        return "latest" if reuse == "latest" else os.path.abspath(reuse)
+
+    def _check_no_checkpoint(self, operation: str) -> None:
+        """Raises ValueError of options that safetensors have no use for."""
+        others: Mapping[str, Any] = {
+            "storage_writer": self.storage_writer,
+            "keep": self.keep and self.keep.newest,
+            "step_pattern": self.step_pattern,
+            "fingerprints": self.fingerprints,
+            "reuse": self.reuse,
+        }
+        for name, value in others.items():
+            if value:
+                raise WrongValueError(
+                    f"{operation}: got {name}={value!r} for safetensors, expected none: that is of checkpoints"
+                )
+
+    def _check_branch(self, operation: str) -> None:
+        branch, path = self.branch, self.path
+        if branch not in get_args(Branch):
+            raise WrongValueError(
+                f"{operation}: got branch={branch!r}, expected {' or '.join(map(repr, get_args(Branch)))}"
+            )
+        if branch != "set_aside" and self.storage_writer is not None:
+            raise WrongValueError(
+                f"{operation}: got branch={branch!r} and a storage_writer; give it to the writer: FileWriter(path, "
+                f"branch={branch!r})"
+            )
+        if branch == "error" and path is not None and not is_local(path):
+            raise WrongValueError(
+                f"{operation}: got branch='error' and {str(path)!r}, expected a directory: newer steps at a URL are "
+                "not looked for, and stay"
+            )
+
+    def _check_keep(self) -> None:
+        keep, pattern = self.keep, self.step_pattern
+        path = getattr(self.storage_writer, "path", None) if self.path is None else self.path
+        check_pattern("save", pattern)
+        if keep is None:
+            if pattern is not None and self.reuse != "latest":
+                raise WrongValueError(
+                    f"save: got step_pattern={pattern!r} and no reuse='latest': nothing asks for the steps of the run"
+                )
+            return
+        for name, number in (("keep", keep.newest), ("keep_every", 1 if keep.every is None else keep.every)):
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise argument_error("save", name, number, "a whole number")
+            if number < 1:
+                raise WrongValueError(f"save: got {name}={number}, expected at least 1")
+        if path is not None and not is_local(path):
+            raise WrongValueError(
+                f"save: got keep={keep.newest} and {str(path)!r}, expected a directory: steps at a URL are not "
+                "removed; leave keep= out, and remove old ones by a rule of the storage or by hand"
+            )
+        if path is None or step_of(path, pattern) is None:
+            name = "step-<number>" if pattern is None else pattern
+            raise WrongValueError(
+                f"save: got keep={keep.newest} and the path {str(path)!r}, expected a directory <run>/{name}"
+            )
+
+    def _check_fingerprints(self, operation: str) -> None:
+        """Fingerprints are taken where our own files are written."""
+        check_argument(operation, "fingerprints", self.fingerprints, bool, "True or False")
+        if not self.fingerprints:
+            return
+        if self.storage_writer is not None:
+            raise WrongValueError(
+                f"{operation}: got fingerprints=True and a storage_writer; give it to the writer: "
+                "FileWriter(path, fingerprints=True)"
+            )
+        if self.path is not None and not is_local(self.path):
+            raise WrongValueError(
+                f"{operation}: got fingerprints=True and the path {str(self.path)!r}, expected a directory"
+            )
