@@ -4,16 +4,14 @@ torchrun --nproc-per-node 2 examples/first_hour.py run; torchrun --nproc-per-nod
 
 import sys
 from itertools import islice
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import torchtitan_ext as tte
-from torchtitan_ext.elastic import ElasticDataLoader, ElasticPolicy, TrainState
+from torchtitan_ext.elastic import ElasticDataLoader, TrainState
 
 STEPS = 4  # of one job
 VOCABULARY = 1003  # a prime: no number of ranks divides it
@@ -30,15 +28,10 @@ def train(run: str) -> None:
     loader = ElasticDataLoader(tokens, global_batch_size=12, dp_rank=dist.get_rank(), dp_size=mesh.size())
     train_state = TrainState()
 
-    def state() -> dict[str, Any]:
-        weights, moments = get_state_dict(model, optimizer)
-        return {"model": weights, "optimizer": moments, "dataloader": loader, "train_state": train_state}
-
-    if tte.latest(run) is not None:
-        loaded = state()  # only to load: it steps an optimizer that is new, and the next step would be its second one
-        report = tte.load(loaded, run, step="latest", policy=ElasticPolicy())
-        set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-        show(str(report))
+    objects = {"model": model, "optimizer": optimizer, "dataloader": loader, "train_state": train_state}
+    manager = tte.CheckpointManager(run, keep=3, **objects)
+    if manager.resume():  # 0 where the run has no step yet
+        show(str(manager.report))
 
     for batch in islice(loader, STEPS):
         inputs = batch.to(device)
@@ -50,9 +43,9 @@ def train(run: str) -> None:
         dist.all_reduce(total := loss.detach() / mesh.size())
         show(f"step {train_state.step}: loss {total:.4f}")
 
-    path = f"{run}/step-{train_state.step}"
-    tte.save(state(), path, keep=3)
-    show(f"saved {path}")
+    manager.save(step=train_state.step)
+    manager.close()  # waits until it is committed
+    show(f"saved step {train_state.step} of {manager.steps()}")
 
 
 def show(text: str) -> None:

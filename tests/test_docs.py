@@ -25,8 +25,8 @@ PAGES_WITH_JOBS = ("layouts.md", "recover.md", "hugging_face.md")
 WITH_EXAMPLES = "".join((ROOT / "docs" / "use" / page).read_text() for page in PAGES_WITH_JOBS)
 EXAMPLES = re.findall(r"```python\n# torchrun --nproc-per-node (\d+)\n(.*?)```", WITH_EXAMPLES, re.S)
 ROOMS = (
-    *("", ".checkpoint", ".delta", ".elastic", ".errors", ".layout", ".metrics", ".ops", ".runs", ".storage"),
-    *(".sync", ".transfer", ".transforms", ".transforms.models"),
+    *("", ".checkpoint", ".delta", ".elastic", ".errors", ".full", ".integrations", ".layout", ".metrics", ".ops"),
+    *(".runs", ".storage", ".sync", ".transfer", ".transforms", ".transforms.models", ".weights"),
 )
 
 
@@ -118,7 +118,7 @@ def functions_run(tmp_path_factory: pytest.TempPathFactory) -> set[tuple[str, st
     state = {"model": {"w": torch.zeros(3)}, "step": 1}
     sys.setprofile(note)
     try:
-        torchtitan_ext.save(state, run / "step-1", keep=1, fingerprints=True)
+        torchtitan_ext.CheckpointManager(run, keep=1, fingerprints=True, asynchronous=False).save(state, 1)
         torchtitan_ext.load(state, run, step="latest", policy=ElasticPolicy())
         torchtitan_ext.load(state, run / "step-1", prove=True)
     finally:

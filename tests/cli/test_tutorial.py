@@ -60,7 +60,7 @@ def test_the_commands_print_what_the_page_shows(tmp_path: Path, monkeypatch: pyt
         assert lines(printed[command]) == lines(output), f"{command}: python docs/make_pages.py writes the page anew"
     first, second = (text for command, text in printed.items() if command.startswith("torchrun"))
     assert losses(first) + losses(second) == pytest.approx(losses_without_checkpoints(8), abs=2e-3)
-    assert "step 4, 48 samples seen" in second and "saved run/step-8" in second
+    assert "step 4, 48 samples seen" in second and "saved step 8 of [4, 8]" in second
     assert printed["torchtitan-ext diff run/step-4 one-rank"].startswith("0 keys differ")
     assert os.listdir("run") == ["step-8"], "verify, then gc"
 

@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from extent import SOAK
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -113,7 +114,7 @@ class WorldPool:
         function: Callable[..., Any],
         *args: Any,
         process_group: bool = True,
-        timeout_seconds: float = 240,
+        timeout_seconds: float = 240 * SOAK,
     ) -> list[Any]:
         """Runs `function(rank, world_size, *args)` on every rank of a fresh world and returns the results by rank.
 
@@ -121,7 +122,7 @@ class WorldPool:
             world_size: At most `MAX_WORLD_SIZE`.
             function: A module-level function; it and its results travel as pickles.
             process_group: Whether a default gloo process group is set up around the call.
-            timeout_seconds: For the whole call. After it the workers are killed.
+            timeout_seconds: For the whole call, which does more in the soak. After it the workers are killed.
 
         Raises:
             The exception of the rank that failed first, whatever its class, with the worker's traceback as its cause.

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
@@ -109,8 +108,8 @@ def sort_components(
 ) -> Components:
     """Sorts the entries of a state dict by what the load does with them, and asks those with a rule of their own.
 
-    Without a policy the load fills all values, as stock does, and only asks objects that can reshard. ``at`` is called
-    with the key of each component before it is asked. ``asks=False`` asks none: for planners of stock.
+    Without a policy the load fills all values, as stock does. ``at`` is called with the key of each component before it
+    is asked. ``asks=False`` asks none: for planners of stock.
     """
     components = Components(plans=[{} for _ in opened])
     asks = asks and not any(one.is_of_one_rank for one in opened)
@@ -127,7 +126,7 @@ def sort_components(
             components.values[key] = component
         elif action in ("reset", "omit"):
             _leave(key, component, action, components)
-        elif asks and action == "reshard" and _reshards(component, policy):
+        elif asks and action == "reshard" and can_reshard(component):
             carried[key] = component
         else:
             components.values[key] = component.state_dict()
@@ -146,15 +145,6 @@ def sort_components(
     if policy is not None:
         _check_samples(components)
     return components
-
-
-def _reshards(component: Any, policy: ElasticPolicy | None) -> bool:
-    """Whether a load asks an object for its part.
-
-    Without a policy torch's LR schedulers load by key: no report would say that one of another class took the step
-    alone.
-    """
-    return can_reshard(component) and (policy is not None or not isinstance(component, LRScheduler))
 
 
 def _action_for(name: str, component: Any, policy: ElasticPolicy) -> Action:
