@@ -1,11 +1,12 @@
 """Calls of 0.1 do what the calls do that docs/use/migrate.md shows beside them, and say so."""
 
 import enum
+import inspect
 import os
 import re
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -82,6 +83,15 @@ def test_a_name_of_old_warns(old: str, new: str) -> None:
 def test_all_names_that_moved_are_on_the_page() -> None:
     assert {old for old, _ in NAMES} == {f"tte.{name}" for name in tte._MOVED}
     assert len(CALLS) >= 10
+
+
+def test_calls_have_few_options() -> None:
+    counts = {}
+    for call in (tte.save, tte.async_save, tte.load):
+        parameters = inspect.signature(call).parameters.values()
+        counts[call.__name__] = sum(one.kind is one.KEYWORD_ONLY for one in parameters)
+        get_type_hints(call)
+    assert counts == {"save": 10, "async_save": 11, "load": 14}
 
 
 def test_the_warning_points_at_the_caller(tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner as StockLoadPlanner
 from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+from typing_extensions import Unpack
 
 from torchtitan_ext.checkpoint.old_options import (
     OldLoadOptions,
@@ -44,9 +45,6 @@ from torchtitan_ext.metrics import begin_trace
 from torchtitan_ext.state.plain_value import check_classes
 from torchtitan_ext.storage.commit.branch import Branch
 from torchtitan_ext.transforms.rules import Transform
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack as Unpack
 
 # Overwrites are rare: after three attempts the load reports it.
 _MAX_ATTEMPTS = 3

@@ -109,7 +109,8 @@ class LoadPlanner(DefaultLoadPlanner):
 
     Attributes:
         rules: The policy and the source, as one.
-        report: What the load does, from step 4 on and after ``tte.load``, on every rank; ``None`` without a policy.
+        report: What the load does, from step 4 on and after ``tte.load``, on every rank; ``None`` where DCP's own load
+            is called without a policy.
 
     Raises:
         StateRefusedError: (a subclass; inside DCP's ``CheckpointException``) from step 3, the same on every rank.
