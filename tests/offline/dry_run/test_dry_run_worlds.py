@@ -52,9 +52,10 @@ class Counting(tte.LoadPlanner):
 
 
 def reads_of(items: list[Any], metadata: Metadata) -> tuple[int, int, int]:
-    """Reads, bytes and files."""
-    num_bytes = 0
-    files = set()
+    """Reads, bytes and files; those of an optimizer's options too, which each rank reads before the plan is made."""
+    options = [index for index in metadata.storage_data if ".param_groups." in index.fqn]
+    num_bytes = sum(metadata.storage_data[index].length for index in options)
+    files = {metadata.storage_data[index].relative_path for index in options}
     for item in items:
         place = metadata.storage_data[item.storage_index]
         files.add(place.relative_path)
@@ -63,7 +64,7 @@ def reads_of(items: list[Any], metadata: Metadata) -> tuple[int, int, int]:
         else:
             dtype = metadata.state_dict_metadata[item.storage_index.fqn].properties.dtype
             num_bytes += item.lengths.numel() * dtype.itemsize
-    return len(items), num_bytes, len(files)
+    return len(items) + len(options), num_bytes, len(files)
 
 
 def state_of(layout: Layout | HandMade) -> dict[str, Any]:
