@@ -21,7 +21,6 @@ import torchtitan_ext as tte
 from torchtitan_ext.elastic import (
     ElasticDataLoader,
     ElasticLRScheduler,
-    ElasticPolicy,
     Resharded,
     RngState,
     Streams,
@@ -128,7 +127,7 @@ def train_and_save(checkpoint: str) -> Run:
 def resume(checkpoint: str) -> Run:
     job = ElasticJob(dist.get_world_size(), seed=1)  # Other weights: what is equal afterwards was loaded.
     state = job.state()
-    report = tte.load(state, checkpoint, policy=ElasticPolicy())
+    report = tte.load(state, checkpoint)
     job.restore(state)
     return Run(*job.train_epoch(), job.loader.dropped, str(report))
 

@@ -17,7 +17,7 @@ class StateRefusedError(TorchtitanExtError, RuntimeError, ValueError):
     Attributes:
         operation: What was refused, for example ``"save"``.
         problems: Every problem found, over all ranks.
-        report: With a policy, what the load would have done with each component, and what to pass so that it can
+        report: What the load would have done with each component, and what to pass so that it can
             (``torchtitan_ext.checkpoint.rules.report.LoadReport``).
     """
 

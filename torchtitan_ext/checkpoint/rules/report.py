@@ -240,13 +240,14 @@ def build_report(
     )
     for name in loaded:
         components.setdefault(name, ComponentPlan(policy.component_action(name), is_top=name == MODEL))
-    # What stands beside a loaded tensor, at the top of a state dict, is no part of what was asked for.
     only_warns = policy.unexpected == "warn" != policy.strict
-    unexpected = [
-        fqn
-        for fqn in unexpected_keys(joint, joint.components if only_warns else components, policy)
-        if fqn not in settled and not any(fnmatch.fnmatchcase(fqn, glob) for glob in allow_unclaimed)
-    ]
+    if only_warns:
+        # What stands beside a loaded tensor, at the top of a state dict, is no part of what was asked for.
+        judge = policy.with_actions({**policy.actions, **dict.fromkeys(allow_unclaimed, "omit")})
+        unexpected = unexpected_keys(joint, joint.components, judge)
+    else:
+        unexpected = unexpected_keys(joint, components, policy)
+    unexpected = [fqn for fqn in unexpected if fqn not in settled]
     warned: list[str] = []
     options = {name: plan.options for name, plan in components.items() if plan.options}
     names = {*components, *wanted, *absent, *joint.tied, *left, *map(source.own_name, saved), *chain(*options.values())}
