@@ -20,7 +20,18 @@ from torchtitan_ext.checkpoint.operation.save_job import OnStorageError, SaveJob
 from torchtitan_ext.checkpoint.operation.saves import Call, save_later, save_now
 from torchtitan_ext.checkpoint.operation.unasked import raise_unasked
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy
-from torchtitan_ext.errors import NoCheckpointError, WrongValueError, argument_error, check_argument, check_counts
+from torchtitan_ext.errors import (
+    DifferentCallsError,
+    LostRankError,
+    NoCheckpointError,
+    ProofFailedError,
+    StateRefusedError,
+    TorchtitanExtError,
+    WrongValueError,
+    argument_error,
+    check_argument,
+    check_counts,
+)
 from torchtitan_ext.runs.objects import Optimizers, as_components, grouped_optimizers, is_wrapped
 from torchtitan_ext.storage import FileReader
 from torchtitan_ext.storage.checkpoint_files import is_local
@@ -145,8 +156,9 @@ class CheckpointManager:
     def resume(self, state: dict[str, Any] | None = None, *, step: int | None = None) -> int:
         """Fills the objects, and a state dict, from the newest step of the run whose files are all whole.
 
-        Newer ones that are damaged are passed over, with a warning that names them. Of a run at a URL, where files have
-        no checksums, it is the newest step. ``report`` says what became of each component.
+        A load verifies what it reads. Where that of the newest step fails, the ranks verify its files, and those of the
+        steps before it: damaged ones are passed over, with a warning that names them. Of a run at a URL, where files
+        have no checksums, it is the newest step. ``report`` says what became of each component.
 
         Args:
             step: Another step than that: the run is set back, and its next save sets newer steps aside.
@@ -155,25 +167,47 @@ class CheckpointManager:
             The number of the step; 0 where the run has no step yet, and nothing was touched.
 
         Raises:
-            NoCheckpointError: The run has no such step, or it has steps, and none is good.
+            NoCheckpointError: The run has no such step, or it has steps, and none is good: tensors may be part-written.
             And what ``tte.load`` raises: all the same on every rank.
         """
         with checking_arguments("CheckpointManager.resume", self._group):
             _check_number("CheckpointManager.resume", step=step)
         components = self._components_with(state, "resume")
-        optimizers = {name: one for name, one in components.items() if isinstance(one, Optimizers)}
         self.wait()
         self.report = None
+        path = self._chosen("latest" if step is None else step)
+        if path is None:
+            return 0
+        try:
+            self._load(components, path)
+        except TorchtitanExtError as error:  # the same on every rank
+            if step is not None or not is_local(self.run) or not _may_be_damage(error):
+                raise
+            good = self._chosen("last-good")
+            if good is None or good == path:
+                raise
+            self._load(components, path := good)
+        if state is not None:
+            state.update({name: components[name] for name in state if not is_wrapped(components[name])})
+        loaded = step_of(os.fspath(path), self._pattern)
+        assert loaded is not None, "a step has a number, please report"
+        return loaded
+
+    def _chosen(self, step: Step) -> Path | str | None:
+        """The path of a step, the same on every rank; ``None`` where the run has none yet. Collective."""
         with Phases("load", self._group, path=self.run, timeout_seconds=self._timeout_seconds) as phases:
             raise_unasked(phases)
-            newest: Step = "last-good" if is_local(self.run) else "latest"
-            wanted = newest if step is None else step
             try:
-                path = choose_step(self.run, wanted, phases, self._pattern, self._fallback)
+                return choose_step(self.run, step, phases, self._pattern, self._fallback)
             except NoCheckpointError as error:
-                if error.has_steps or step is not None:
+                if error.has_steps or isinstance(step, int):
                     raise
-                return 0
+                return None
+
+    def _load(self, components: dict[str, Any], path: Path | str) -> None:
+        """Loads one step into the objects. Collective."""
+        optimizers = {name: one for name, one in components.items() if isinstance(one, Optimizers)}
+        with Phases("load", self._group, path=path, timeout_seconds=self._timeout_seconds) as phases:
             grouped = phases.to_coordinator(
                 "choose", lambda: None, lambda _: _grouped_in(path, list(optimizers)), doing=_LOOKING
             )
@@ -192,11 +226,6 @@ class CheckpointManager:
             for one in optimizers.values():
                 one.undo()
             raise
-        if state is not None:
-            state.update({name: components[name] for name in state if not is_wrapped(components[name])})
-        loaded = step_of(os.fspath(path), self._pattern)
-        assert loaded is not None, "a step has a number, please report"
-        return loaded
 
     def should_save(self, step: int) -> bool:
         """Whether a step is one of ``every``; the same answer on every rank. Not collective."""
@@ -310,6 +339,13 @@ def _grouped_in(path: Path | str, names: list[str]) -> list[str]:
     if not names or not is_local(path):
         return []
     return grouped_optimizers(FileReader(path).read_metadata().state_dict_metadata, names)
+
+
+def _may_be_damage(error: TorchtitanExtError) -> bool:
+    """Whether a load may have failed for the files of its step, which are verified then."""
+    if isinstance(error, StateRefusedError):
+        return any(problem.kind == "broken_checkpoint" for problem in error.problems)
+    return not isinstance(error, (LostRankError, DifferentCallsError, ProofFailedError, WrongValueError))
 
 
 def _check_number(where: str, **numbers: Any) -> None:
