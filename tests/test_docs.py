@@ -102,6 +102,20 @@ def test_every_named_file_is_there(page: Path) -> None:
     assert [path for path in named if not (ROOT / path).exists() and not (PACKAGE / path).exists()] == []
 
 
+TABLES_OF = {"resume": "resume", "storage": "storage", "hf": "contest", "data": "contest"}
+
+
+@pytest.mark.parametrize("benchmark", TABLES_OF)
+def test_the_tables_of_costs_are_those_of_the_result_files(tmp_path: Path, benchmark: str) -> None:
+    page = tmp_path / "costs.md"
+    page.write_text(re.sub(r"\d", "", (ROOT / "docs" / "costs.md").read_text()))
+    (results,) = (ROOT / "benchmarks" / "results").glob(f"{benchmark}_*.json")
+    script = ROOT / "benchmarks" / f"{TABLES_OF[benchmark]}_table.py"
+    subprocess.run([sys.executable, str(script), str(results), "--into", str(page)], check=True)
+    place = re.compile(rf"<!-- tables of {benchmark} -->\n(.*?)<!-- end of tables -->", re.S)
+    assert place.findall(page.read_text()) == place.findall((ROOT / "docs" / "costs.md").read_text())
+
+
 @pytest.fixture(scope="module")
 def functions_run(tmp_path_factory: pytest.TempPathFactory) -> set[tuple[str, str]]:
     """Files of the package and the names of functions and classes that a save and two loads call."""
