@@ -21,7 +21,7 @@ from torchtitan_ext.errors.refusals import REFUSALS
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(torchtitan_ext.__file__).resolve().parent
 REFERENCE = ROOT / "docs" / "reference"
-PAGES_WITH_JOBS = ("layouts.md", "recover.md", "hugging_face.md")
+PAGES_WITH_JOBS = ("layouts.md", "moves.md", "hugging_face.md")
 WITH_EXAMPLES = "".join((ROOT / "docs" / "use" / page).read_text() for page in PAGES_WITH_JOBS)
 EXAMPLES = re.findall(r"```python\n# torchrun --nproc-per-node (\d+)\n(.*?)```", WITH_EXAMPLES, re.S)
 ROOMS = (
