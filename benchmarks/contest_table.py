@@ -1,15 +1,13 @@
-"""The tables of a result file of bench_hf.py or bench_data.py, as they stand in docs/use.
+"""The tables of a result file of bench_hf.py or bench_data.py, as they stand in docs/costs.md.
 
-python benchmarks/contest_table.py benchmarks/results/hf_<machine>.json --into docs/use/hugging_face.md
-python benchmarks/contest_table.py benchmarks/results/data_<machine>.json --into docs/use/elastic.md
+python benchmarks/contest_table.py benchmarks/results/hf_<machine>.json --into docs/costs.md
+python benchmarks/contest_table.py benchmarks/results/data_<machine>.json --into docs/costs.md
 """
 
 from collections.abc import Callable
 from typing import Any
 
 from result_page import command_without, print_or_put
-
-BEGIN, END = "<!-- tables of contest_table.py -->", "<!-- end of tables -->"
 
 Row = dict[str, Any]
 Cases = dict[str, dict[str, Row]]
@@ -94,4 +92,4 @@ def head(content: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    print_or_put(__doc__, (BEGIN, END), head, lambda content: TABLES[content["benchmark"]](content["results"]))
+    print_or_put(__doc__, head, lambda content: TABLES[content["benchmark"]](content["results"]))

@@ -1,13 +1,11 @@
-"""The table of a result file of bench_resume.py, as it stands in README.
+"""The table of a result file of bench_resume.py, as it stands in docs/costs.md.
 
-python benchmarks/resume_table.py benchmarks/results/resume_<machine>.json --into README.md
+python benchmarks/resume_table.py benchmarks/results/resume_<machine>.json --into docs/costs.md
 """
 
 from typing import Any
 
 from result_page import command_without, print_or_put
-
-BEGIN, END = "<!-- table of resume_table.py -->", "<!-- end of table -->"
 
 
 def table(results: dict[str, Any]) -> str:
@@ -39,4 +37,4 @@ def head(content: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    print_or_put(__doc__, (BEGIN, END), head, lambda content: table(content["results"]))
+    print_or_put(__doc__, head, lambda content: table(content["results"]))

@@ -1,6 +1,6 @@
-"""Tables of a result file of bench_storage.py, as they stand in docs/reference/storage.md.
+"""Tables of a result file of bench_storage.py; the last one stands in docs/costs.md.
 
-python benchmarks/storage_table.py benchmarks/results/storage_<machine>.json
+python benchmarks/storage_table.py benchmarks/results/storage_<machine>.json [--into docs/costs.md]
 """
 
 from typing import Any
@@ -12,19 +12,22 @@ Results = dict[str, dict[str, Row]]
 # By step and state, of each number of processes.
 Steps = dict[str, dict[str, dict[str, dict[str, Row]]]]
 
-BEGIN, END = "<!-- tables of storage_table.py -->", "<!-- end of tables -->"
 # Measured of every state, beside DCP; the rest is in the table of peers.
 OURS = ("ours, files only", "ours, tte.", "ours, dcp.")
 
 
 def tables(results: Results) -> str:
+    steps = by_step(results)
+    return "\n\n".join([*(ours_and_dcp(step, states) for step, states in steps.items()), peers(steps)])
+
+
+def by_step(results: Results) -> Steps:
     steps: Steps = {}
     for case, rows in results.items():
         processes, rest = case.split(", ", 1)
         state, step = rest.rsplit(", ", 1)
         steps.setdefault(step, {}).setdefault(state, {})[processes.split()[0]] = rows
-    all_states = [ours_and_dcp(step, states) for step, states in steps.items()]
-    return "\n\n".join([*all_states, peers(steps)])
+    return steps
 
 
 def ours_and_dcp(step: str, states: dict[str, dict[str, dict[str, Row]]]) -> str:
@@ -78,4 +81,9 @@ def head(content: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    print_or_put(__doc__, (BEGIN, END), head, lambda content: tables(content["results"]))
+    print_or_put(
+        __doc__,
+        head,
+        lambda content: tables(content["results"]),
+        on_page=lambda content: peers(by_step(content["results"])),
+    )

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/use/command_line.md, tutorial.md and transfer.md: python docs/make_pictures.py.
+"""Draws the pictures of docs/use/command_line.md, tutorial.md and moves.md: python docs/make_pictures.py.
 
 Layouts are those of the package, data made up."""
 

@@ -21,7 +21,7 @@ from torchtitan_ext.errors.refusals import REFUSALS
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(torchtitan_ext.__file__).resolve().parent
 REFERENCE = ROOT / "docs" / "reference"
-PAGES_WITH_JOBS = ("layouts.md", "recover.md", "hugging_face.md")
+PAGES_WITH_JOBS = ("layouts.md", "moves.md", "hugging_face.md")
 WITH_EXAMPLES = "".join((ROOT / "docs" / "use" / page).read_text() for page in PAGES_WITH_JOBS)
 EXAMPLES = re.findall(r"```python\n# torchrun --nproc-per-node (\d+)\n(.*?)```", WITH_EXAMPLES, re.S)
 ROOMS = (
@@ -31,7 +31,7 @@ ROOMS = (
 
 
 @pytest.mark.sampled(0.25)
-@pytest.mark.parametrize(("num_ranks", "code"), EXAMPLES, ids=["nine rows", "fused QKV", "a lost shard", "weights"])
+@pytest.mark.parametrize(("num_ranks", "code"), EXAMPLES, ids=["fused QKV", "a lost shard", "weights"])
 def test_the_examples_of_pages_run(tmp_path: Path, num_ranks: str, code: str) -> None:
     script = tmp_path / "example.py"
     script.write_text(code.replace("/tmp/", f"{tmp_path}/"))
@@ -100,6 +100,20 @@ def test_every_named_file_is_there(page: Path) -> None:
     """By its path in the repository, or in the package."""
     named = re.findall(r"`((?:\w+/)+\w+\.(?:py|h|cpp|cu|md)|(?:torchtitan_ext|csrc|tests)/[\w/]+)`", page.read_text())
     assert [path for path in named if not (ROOT / path).exists() and not (PACKAGE / path).exists()] == []
+
+
+TABLES_OF = {"resume": "resume", "storage": "storage", "hf": "contest", "data": "contest"}
+
+
+@pytest.mark.parametrize("benchmark", TABLES_OF)
+def test_the_tables_of_costs_are_those_of_the_result_files(tmp_path: Path, benchmark: str) -> None:
+    page = tmp_path / "costs.md"
+    page.write_text(re.sub(r"\d", "", (ROOT / "docs" / "costs.md").read_text()))
+    (results,) = (ROOT / "benchmarks" / "results").glob(f"{benchmark}_*.json")
+    script = ROOT / "benchmarks" / f"{TABLES_OF[benchmark]}_table.py"
+    subprocess.run([sys.executable, str(script), str(results), "--into", str(page)], check=True)
+    place = re.compile(rf"<!-- tables of {benchmark} -->\n(.*?)<!-- end of tables -->", re.S)
+    assert place.findall(page.read_text()) == place.findall((ROOT / "docs" / "costs.md").read_text())
 
 
 @pytest.fixture(scope="module")

@@ -34,37 +34,27 @@ def run_on_eight(script: Path, code: str, *launcher: str) -> subprocess.Complete
     return done
 
 
-@pytest.mark.sampled(0.2, "programs of README")
-def test_the_first_lines_save_on_one_process_and_go_on_under_torchrun(tmp_path: Path) -> None:
-    saved = run(tmp_path / "save.py", block_with("# save.py", README))
-    assert saved.returncode == 0, saved.stderr[-3000:]
-    assert saved.stdout == "step 100\n"
-    launch_as_shown(tmp_path, "resume.py")
-    assert (tmp_path / "run" / "step-200").is_dir()
-
-
-def launch_as_shown(folder: Path, script: str) -> None:
-    """Runs a program by the command below it, and compares what it prints."""
-    ((options, shown),) = re.findall(rf"```\n\$ torchrun ([^\n]*) {script}\n(.*?)```", README, re.DOTALL)
-    launcher = ["-m", "torch.distributed.run", "--standalone", *options.split()]
-    done = run(folder / script, block_with(f"# {script}", README), *launcher)
-    assert done.returncode == 0 or GLOO_AT_EXIT in done.stderr, done.stderr[-3000:]
-    assert done.stdout == shown
-
-
-def test_a_run_goes_on_with_other_ranks(tmp_path: Path) -> None:
+def test_a_run_goes_on_with_other_ranks_and_one_process_loads_from_it(tmp_path: Path) -> None:
     commands = re.findall(r"\$ torchrun --nproc-per-node (\d+) train.py\n(.*\n)", README)
     assert [ranks for ranks, _ in commands] == ["2", "3"]
     for ranks, shown in commands:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-        done = run(tmp_path / "train.py", block_with("# train.py", README), *launcher)
-        assert done.returncode == 0 or GLOO_AT_EXIT in done.stderr, done.stderr[-3000:]
-        assert done.stdout == shown
+        assert run_on(ranks, tmp_path, "train.py") == shown
+    done = run(tmp_path / "look.py", block_with("# look.py", README))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == block_with("$ python look.py", README).partition("\n")[2]
 
 
-@pytest.mark.sampled(0.2, "programs of README")
-def test_weights_go_to_hugging_face_and_come_back(tmp_path: Path) -> None:
-    launch_as_shown(tmp_path, "weights.py")
+def run_on(ranks: str, folder: Path, script: str) -> str:
+    """What a program of README prints under torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    done = run(folder / script, block_with(f"# {script}", README), *launcher)
+    assert done.returncode == 0 or GLOO_AT_EXIT in done.stderr, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_operators_do_as_it_says(tmp_path: Path) -> None:
+    ((ranks, shown),) = re.findall(r"\$ torchrun --nproc-per-node (\d+) operators.py\n(.*\n)", README)
+    assert run_on(ranks, tmp_path, "operators.py") == shown
 
 
 @pytest.mark.sampled(0.2, "programs of README")

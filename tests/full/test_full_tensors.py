@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torchtitan_ext as tte
-from torchtitan_ext import full_tensors
+from torchtitan_ext.full import tensors as full_tensors
 
 
 def stated(layout: HandMade) -> tte.layout.ShardOrder | None:

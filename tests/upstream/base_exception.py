@@ -1,0 +1,4 @@
+# 1 process; stock: a BaseException
+from torch.distributed.checkpoint.api import CheckpointException
+
+assert issubclass(CheckpointException, Exception), "a BaseException"
