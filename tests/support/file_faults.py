@@ -15,8 +15,10 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,15 +107,19 @@ def loaded_value(path: Path, world_size: int, step: Any = None) -> int | str:
 
 
 class FaultServer:
-    """The process that forks the ranks."""
+    """The process that forks the ranks.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        program: Another file that calls ``serve`` in the place of this one.
+    """
+
+    def __init__(self, folder: Path, program: str = __file__) -> None:
         library = folder / "file_faults.so"
         compiler = os.environ.get("CC", "cc")
         subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl", "-lpthread"], check=True)
         environment = os.environ | {"LD_PRELOAD": str(library), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__, str(library)],
+            [sys.executable, "-W", "ignore", program, str(library)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -121,10 +127,14 @@ class FaultServer:
         )
 
     def run(self, case: Case) -> Outcome:
+        return Outcome(**self.answer(case))
+
+    def answer(self, question: Any) -> Any:
+        """What the program answers to a dataclass."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(dataclasses.asdict(case)) + "\n")
+        self._process.stdin.write(json.dumps(dataclasses.asdict(question)) + "\n")
         self._process.stdin.flush()
-        return Outcome(**json.loads(self._process.stdout.readline()))
+        return json.loads(self._process.stdout.readline())
 
     def close(self) -> None:
         # It would not see the end of its input: processes that tests have forked meanwhile hold that open.
@@ -140,7 +150,8 @@ def fast_folder() -> str:
 # ---- the server ----
 
 
-def serve(library: str) -> None:
+def serve(library: str, answer: Callable[[dict[str, Any], Any, str], Any]) -> None:
+    """Answers each question, with the library of faults and a directory of its own."""
     torch.set_num_threads(1)
     faults = ctypes.CDLL(library)
     faults.tte_faults_count.restype = ctypes.c_long
@@ -149,34 +160,53 @@ def serve(library: str) -> None:
     with tempfile.TemporaryDirectory() as folder:  # what a first save imports and looks up costs most of a second
         tte.save(state_of(0, 1), folder, no_dist=True)
     for line in sys.stdin:
-        case = Case(**json.loads(line))
         scratch = tempfile.mkdtemp(prefix="tte_faults_scratch_")
-        answers.write(json.dumps(dataclasses.asdict(run_ranks(case, faults, scratch))) + "\n")
+        answers.write(json.dumps(answer(json.loads(line), faults, scratch)) + "\n")
         answers.flush()
         shutil.rmtree(scratch)
 
 
-def run_ranks(case: Case, faults: Any, scratch: str) -> Outcome:
+def run_case(question: dict[str, Any], faults: Any, scratch: str) -> dict[str, Any]:
+    case = Case(**question)
+    work = partial(save_as_rank, case=case, faults=faults, scratch=scratch)
+    ranks, num_calls = ["killed"] * case.world_size, [0] * case.world_size
+    for rank in fork_ranks(case.world_size, work, limit_seconds=case.after_seconds or 60.0):
+        ranks[rank], num_calls[rank] = json.loads(Path(scratch, f"{rank}").read_text())
+    return dataclasses.asdict(Outcome(ranks, num_calls))
+
+
+def fork_ranks(
+    world_size: int, work: Callable[[int], None], *, limit_seconds: float, spare_seconds: float = 0.0
+) -> list[int]:
+    """Forks the ranks, and returns those that were not killed.
+
+    Args:
+        work: What each rank does; never returns.
+        limit_seconds: All are killed then.
+        spare_seconds: How long the others live when one was killed.
+    """
     children: dict[int, int] = {}
-    for rank in range(case.world_size):
+    for rank in range(world_size):
         pid = os.fork()
         if pid == 0:
-            save_as_rank(rank, case, faults, scratch)
+            work(rank)
         children[pid] = rank
-    ranks, num_calls = ["killed"] * case.world_size, [0] * case.world_size
-    deadline = time.monotonic() + (case.after_seconds or 60.0)
+    alive: list[int] = []
+    deadline = time.monotonic() + limit_seconds
     while children:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
             rank = children.pop(pid)
             if os.WIFEXITED(status):
-                ranks[rank], num_calls[rank] = json.loads(Path(scratch, f"{rank}").read_text())
-        if time.monotonic() > deadline or (pid and os.WIFSIGNALED(status)):
+                alive.append(rank)
+            else:
+                deadline = min(deadline, time.monotonic() + spare_seconds)
+        if time.monotonic() >= deadline:
             for other in children:
                 os.kill(other, signal.SIGKILL)
         if not pid:
             time.sleep(0.001)
-    return Outcome(ranks, num_calls)
+    return alive
 
 
 def save_as_rank(rank: int, case: Case, faults: Any, scratch: str) -> None:
@@ -212,4 +242,4 @@ def save_as_rank(rank: int, case: Case, faults: Any, scratch: str) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(sys.argv[1], run_case)
