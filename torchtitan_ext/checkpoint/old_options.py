@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
 from typing import Any, Literal, TypedDict
 
 from torchtitan_ext.checkpoint.operation.save_job import OnStorageError, SaveJob, WeightsFormat
-from torchtitan_ext.errors import WrongValueError
+from torchtitan_ext.errors import WrongValueError, warn
 from torchtitan_ext.storage.runs.retention import Keep
 from torchtitan_ext.storage.weights.writer import MAX_FILE_BYTES
 from torchtitan_ext.transforms.rules import Transform
-
-# Of the warnings: the caller of the public function, two calls above.
-_LEVEL = 4
 
 
 class OldSaveOptions(TypedDict, total=False):
@@ -83,4 +79,4 @@ def _check_names(operation: str, old: Mapping[str, Any], known: type) -> None:
 
 def _warn(operation: str, options: str, new: str) -> None:
     text = f"tte.{operation}: {options} since 0.2: {new}; see docs/use/migrate.md"
-    warnings.warn(text, DeprecationWarning, stacklevel=_LEVEL)
+    warn(text, DeprecationWarning)
