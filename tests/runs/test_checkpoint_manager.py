@@ -245,6 +245,12 @@ def test_where_storage_refuses_saves_go_elsewhere(tmp_path: Path, monkeypatch: p
     [
         ({"every": 0}, "got every=0, expected at least 1"),
         ({"keep": True}, "got keep=True, expected a whole number"),
+        ({"keep": 0}, "CheckpointManager: got keep=0, expected at least 1"),
+        ({"evry": 5}, "got evry=5, no option, and no object to fill; perhaps every"),
+        ({"samples": 5}, "no object to fill; pass it in the state of save and resume: {'samples': ...}"),
+        ({"run": ""}, "got run='', expected a directory"),
+        ({"asynchronous": "no"}, "got asynchronous='no', expected True or False"),
+        ({"policy": 3}, "got policy=3, expected an ElasticPolicy"),
         ({"keep_every": 5}, "got keep_every=5 and no keep: all steps stay"),
         ({"step_pattern": "epoch=*-step={step}"}, "expected one without stars"),
         ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])}, "whose parameters no one module"),
@@ -270,6 +276,7 @@ def test_wrong_calls(tmp_path: Path) -> None:
         (lambda: manager.save(7), "save\\(step=step\\) of objects"),
         (lambda: Manager(tmp_path).resume(), "got neither a state nor objects"),
         (lambda: Manager(tmp_path).resume([1]), "got state="),
+        (lambda: manager.should_save("1"), "got step='1', expected a whole number"),
     ):
         with pytest.raises((TypeError, ValueError), match=told):
             call()

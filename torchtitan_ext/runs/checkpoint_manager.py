@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -19,7 +21,7 @@ from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases, 
 from torchtitan_ext.checkpoint.operation.save_job import OnStorageError, SaveJob
 from torchtitan_ext.checkpoint.operation.saves import Call, save_later, save_now
 from torchtitan_ext.checkpoint.operation.unasked import raise_unasked
-from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy
+from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, check_rules
 from torchtitan_ext.errors import (
     DifferentCallsError,
     LostRankError,
@@ -32,6 +34,7 @@ from torchtitan_ext.errors import (
     check_argument,
     check_counts,
 )
+from torchtitan_ext.errors.near_names import nearest_name
 from torchtitan_ext.runs.objects import Optimizers, as_components, grouped_optimizers, is_wrapped
 from torchtitan_ext.storage import FileReader
 from torchtitan_ext.storage.checkpoint_files import is_local
@@ -72,7 +75,8 @@ class CheckpointManager:
         process_group: The ranks of the run; all by default.
         timeout_seconds: How long a rank waits for the others in each phase.
         objects: What is saved and filled, by the names of its components: models (a list of the stages of a pipeline),
-            optimizers (one for each module), and all that a state dict takes, such as schedulers and data loaders.
+            optimizers (one for each module), and all that a state dict takes and can be filled, such as schedulers and
+            data loaders.
 
     Attributes:
         report: What the last ``resume`` did; ``None`` where it found an empty run.
@@ -115,7 +119,12 @@ class CheckpointManager:
     ) -> None:
         with checking_arguments("CheckpointManager", process_group):
             check_argument("CheckpointManager", "run", run, (str, os.PathLike), "a directory")
-            _check_number("CheckpointManager", every=every)
+            if not os.fspath(run):
+                raise WrongValueError("CheckpointManager: got run='', expected a directory")
+            _check_number("CheckpointManager", every=every, keep=keep, keep_every=keep_every)
+            check_argument("CheckpointManager", "asynchronous", asynchronous, bool, "True or False")
+            check_rules("CheckpointManager", policy)
+            _check_objects(objects)
             if keep_every is not None and keep is None:
                 raise WrongValueError(f"CheckpointManager: got keep_every={keep_every} and no keep: all steps stay")
             if stager is not None and not asynchronous:
@@ -229,6 +238,7 @@ class CheckpointManager:
 
     def should_save(self, step: int) -> bool:
         """Whether a step is one of ``every``; the same answer on every rank. Not collective."""
+        check_counts("CheckpointManager.should_save", step=step)
         return self.every is not None and step > 0 and step % self.every == 0
 
     def save(self, state: dict[str, Any] | None = None, step: int | None = None) -> None:
@@ -346,6 +356,16 @@ def _may_be_damage(error: TorchtitanExtError) -> bool:
     if isinstance(error, StateRefusedError):
         return any(problem.kind == "broken_checkpoint" for problem in error.problems)
     return not isinstance(error, (LostRankError, DifferentCallsError, ProofFailedError, WrongValueError))
+
+
+def _check_objects(objects: Mapping[str, Any]) -> None:
+    """Raises TypeError of a plain value, which nothing can fill: mostly a misspelt option."""
+    options = [name for name, one in signature(CheckpointManager).parameters.items() if one.kind is one.KEYWORD_ONLY]
+    for name, value in objects.items():
+        if value is None or isinstance(value, (bool, int, float, str, bytes)):
+            near = nearest_name(name, options)
+            meant = f"pass it in the state of save and resume: {{{name!r}: ...}}" if near is None else f"perhaps {near}"
+            raise TypeError(f"CheckpointManager: got {name}={value!r}, no option, and no object to fill; {meant}")
 
 
 def _check_number(where: str, **numbers: Any) -> None:
