@@ -11,6 +11,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from numbers import Integral
 from types import FrameType
+from typing import get_args
+
+from torchtitan_ext.errors.failures import WrongValueError
 
 # A wrong argument is shown where it is short; a long text says no more than its type.
 _MAX_SHOWN = 60
@@ -34,6 +37,26 @@ def check_argument(where: str, argument: str, got: object, kinds: type | tuple[t
     """Raises ``argument_error`` unless ``got`` is an instance of ``kinds``, and for any class."""
     if isinstance(got, type) or not isinstance(got, kinds):
         raise argument_error(where, argument, got, expected)
+
+
+def value_error(where: str, argument: str, got: object, expected: str) -> WrongValueError:
+    """For an argument of a wrong value: ``load: got prove='yes', expected True or False``."""
+    return WrongValueError(f"{where}: got {argument}={got!r}, expected {expected}")
+
+
+def check_choice(where: str, argument: str, got: object, choices: object) -> None:
+    """Raises ``value_error`` unless ``got`` is one of the values of a ``Literal``."""
+    *most, last = map(repr, get_args(choices))
+    if got not in get_args(choices):
+        raise value_error(where, argument, got, f"{', '.join(most)} or {last}")
+
+
+def check_count(where: str, argument: str, got: object, *, least: int = 1) -> None:
+    """Raises ``argument_error`` for what is no whole number, and ``value_error`` for one that is too small."""
+    if isinstance(got, bool) or not isinstance(got, int):
+        raise argument_error(where, argument, got, "a whole number")
+    if got < least:
+        raise value_error(where, argument, got, f"at least {least}")
 
 
 def check_counts(where: str, **counts: object) -> None:
@@ -110,10 +133,10 @@ _PASSED_OVER = ("torchtitan_ext", "torch", "contextlib", "functools", "concurren
 """Packages whose frames lie between the caller of an operation and its warnings."""
 
 
-def warn(text: str) -> None:
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the line outside of this package and of torch that called; of a thread at the line that warns."""
     frame: FrameType | None = sys._getframe(1)
     depth = 2
     while frame is not None and str(frame.f_globals.get("__name__")).split(".")[0] in _PASSED_OVER:
         frame, depth = frame.f_back, depth + 1
-    warnings.warn(text, stacklevel=2 if frame is None else depth)
+    warnings.warn(text, category, stacklevel=2 if frame is None else depth)

@@ -217,8 +217,9 @@ def save_values(
         final_plan = planner.finish_plan(plan)
         if isinstance(planner, SavePlanner):
             check_final_items(planner, planner.plan.items, final_plan.items)
-        source = planner if portions is None else portions.stage(final_plan, planner)
-        written = result_of(writer.write_data(final_plan, cast(StockSavePlanner, source)))
+        if portions is not None:
+            portions.stage(final_plan, planner)
+        written = result_of(writer.write_data(final_plan, cast(StockSavePlanner, portions or planner)))
         _check_all_written(final_plan, written, phases.rank)
         return written
 
