@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
 from typing import Any, Literal, TypedDict
 
 from torchtitan_ext.checkpoint.operation.save_job import OnStorageError, SaveJob, WeightsFormat
-from torchtitan_ext.errors import WrongValueError
+from torchtitan_ext.errors import WrongValueError, warn
 from torchtitan_ext.storage.runs.retention import Keep
 from torchtitan_ext.storage.weights.writer import MAX_FILE_BYTES
 from torchtitan_ext.transforms.rules import Transform
-
-# Of the warnings: the caller of the public function, two calls above.
-_LEVEL = 4
 
 
 class OldSaveOptions(TypedDict, total=False):
@@ -41,10 +37,8 @@ class OldLoadOptions(TypedDict, total=False):
 def with_old_options(operation: str, job: SaveJob, old: Mapping[str, Any]) -> SaveJob:
     """The job with options of old. Raises TypeError of a name that was never one, ValueError of what never went."""
     _check_names(operation, old, OldSaveOptions)
-    form, of_weights = (
-        old.get("format", "dcp"),
-        {name: old[name] for name in ("max_file_bytes", "transform") if name in old},
-    )
+    form = old.get("format", "dcp")
+    of_weights = {name: old[name] for name in ("max_file_bytes", "transform") if name in old}
     if form not in ("dcp", "safetensors"):
         raise WrongValueError(f'{operation}: got format={form!r}, expected "dcp" or "safetensors"')
     if form == "safetensors":
@@ -82,5 +76,4 @@ def _check_names(operation: str, old: Mapping[str, Any], known: type) -> None:
 
 
 def _warn(operation: str, options: str, new: str) -> None:
-    text = f"tte.{operation}: {options} since 0.2: {new}; see docs/use/migrate.md"
-    warnings.warn(text, DeprecationWarning, stacklevel=_LEVEL)
+    warn(f"tte.{operation}: {options} since 0.2: {new}; see docs/use/migrate.md", DeprecationWarning)
