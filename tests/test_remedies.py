@@ -438,7 +438,7 @@ class Options:
 
 def test_classes_of_ones_own(tmp_path: Path) -> None:
     saved = {**SAVED, "options": Options(Colour.RED)}
-    with pytest.warns(UserWarning, match=r"in the job that loads pass allow_classes=\[(.*)\] to tte.load") as caught:
+    with pytest.warns(UserWarning, match=r"in the job that loads pass allow_classes=\[(.*)\] to LoadPlanner") as caught:
         tte.save(saved, tmp_path)
     named = re.search(r"allow_classes=\[(.*?)\]", str(caught[0].message))
     text = refused("or weights_only=False to LoadPlanner or tte.install", lambda: tte.load(others(saved), tmp_path))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -109,7 +108,7 @@ if not TYPE_CHECKING:
             raise ImportError(f"torchtitan_ext.{name} needs torch 2.11 or newer; run: pip install torch") from None
         if name in _MOVED:
             text = f"torchtitan_ext.{name} is torchtitan_ext.{_MOVED[name]}.{name} since 0.2"
-            warnings.warn(text, DeprecationWarning, stacklevel=2)
+            importlib.import_module(f"{__name__}.errors").warn(text, DeprecationWarning)
             return getattr(module, name)
         value = getattr(module, name) if name in _MODULE_OF else module
         globals()[name] = value

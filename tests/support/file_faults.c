@@ -112,7 +112,14 @@ __attribute__((noreturn)) static void die(void) {
     if (verdict == 2) die();     \
   } while (0)
 
-static int changes_files(int flags) { return flags & (O_CREAT | O_TRUNC); }
+static int has_no_name(int flags) { return (flags & O_TMPFILE) == O_TMPFILE; }
+static int changes_files(int flags) { return (flags & (O_CREAT | O_TRUNC)) || has_no_name(flags); }
+
+// A file without a name is known by what its descriptor shows.
+static int created(int descriptor, int flags, char* full) {
+  if (descriptor >= 0 && has_no_name(flags)) resolve(descriptor, NULL, full);
+  return (int)logged(descriptor, "create", full, "", 0, NULL, 0);
+}
 
 #define DEFINE_OPEN(function)                                                    \
   int function(const char* path, int flags, ...) {                               \
@@ -126,7 +133,7 @@ static int changes_files(int flags) { return flags & (O_CREAT | O_TRUNC); }
     resolve(AT_FDCWD, path, full);                                               \
     const int verdict = count(full);                                             \
     FAIL_OR_DIE(verdict);                                                        \
-    return (int)logged(real(path, flags, mode), "create", full, "", 0, NULL, 0); \
+    return created(real(path, flags, mode), flags, full);                        \
   }
 DEFINE_OPEN(open)
 DEFINE_OPEN(open64)
@@ -143,7 +150,7 @@ DEFINE_OPEN(open64)
     resolve(directory, path, full);                                                         \
     const int verdict = count(full);                                                        \
     FAIL_OR_DIE(verdict);                                                                   \
-    return (int)logged(real(directory, path, flags, mode), "create", full, "", 0, NULL, 0); \
+    return created(real(directory, path, flags, mode), flags, full);                        \
   }
 DEFINE_OPENAT(openat)
 DEFINE_OPENAT(openat64)
@@ -215,7 +222,10 @@ int renameat2(int from, const char* first, int to, const char* second, unsigned 
 
 int linkat(int from, const char* first, int to, const char* second, int flags) {
   REAL("linkat", int, (int, const char*, int, const char*, int));
-  RENAME("link", from, first, to, second, real(from, first, to, second, flags));
+  char file[PATH_MAX];
+  const ssize_t size = flags & AT_SYMLINK_FOLLOW ? readlink(first, file, sizeof file - 1) : -1;
+  if (size >= 0) file[size] = 0;
+  RENAME("link", from, size < 0 ? first : file, to, second, real(from, first, to, second, flags));
 }
 
 #define CHANGE(kind, directory, path, call) \

@@ -31,7 +31,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 import torchtitan_ext as tte
 from torchtitan_ext.errors import CheckpointFailedError, NoCheckpointError
-from torchtitan_ext.storage.commit.leftovers import LOCK_PREFIX
 from torchtitan_ext.storage.runs.listing import find_leftovers
 
 PAGE_BYTES = 4096
@@ -323,15 +322,7 @@ def strange_in(place: Path) -> list[str]:
     strange = {path for path in place.iterdir() if path not in known}
     strange |= {path for step in steps for path in step.iterdir() if not _IN_STEP.fullmatch(path.name)}
     strange |= {leftover.path for leftover in find_leftovers(place)}
-    return sorted(str(path.relative_to(place)) for path in strange if not is_torn(path))
-
-
-def is_torn(path: Path) -> bool:
-    """Whether it is the lock of a save that was killed before it had written its name there.
-
-    Other saves cannot know that it is dead: it stays for a day, or till a save of its own step.
-    """
-    return path.name.startswith(LOCK_PREFIX) and b"\n" not in path.read_bytes()
+    return sorted(str(path.relative_to(place)) for path in strange)
 
 
 def flip(question: Flip) -> str:

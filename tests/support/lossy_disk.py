@@ -3,13 +3,15 @@ the power failed at any point of it.
 
 A file keeps the bytes of its last ``fsync``; of later ones any number of leading ones, or none. A directory keeps
 the names of its last ``fsync``, and any number of the changes after that, in their order. So a rename that is not
-synced may be there or not, and a file whose name is there may be empty.
+synced may be there or not, and a file whose name is there may be empty. A file that is made without a name is in no
+directory until it is linked there.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +35,9 @@ class Directory:
 
 
 Node = File | Directory
+
+# What Linux shows of the descriptor of such a file, also after it has a name.
+_HAS_NO_NAME = re.compile(r"#\d+ \(deleted\)")
 
 
 @dataclass(frozen=True)
@@ -63,20 +68,25 @@ class LossyDisk:
         """Begins with what lies in ``content``, all of it synced."""
         self._root = root
         self._top = _read_tree(content)
+        self._made_without_name: dict[Path, File] = {}
 
     def apply(self, operation: Operation) -> None:
         one = operation.first
         match operation.name:
             case "mkdir":
                 self._parent(one).change(**{one.name: Directory()})
+            case "create" if _HAS_NO_NAME.fullmatch(one.name):
+                self._made_without_name[one] = File()
             case "create":
                 if one.name not in self._parent(one).names:
                     self._parent(one).change(**{one.name: File()})
                 else:
                     self._file(one).content.clear()
             case "append" | "write":
-                if one.name in self._parent(one).names:  # else it has lost its name meanwhile
+                file = self._made_without_name.get(one)
+                if file is None and one.name in self._parent(one).names:  # else it has lost its name meanwhile
                     file = self._file(one)
+                if file is not None:
                     begin = len(file.content) if operation.name == "append" else operation.offset
                     file.content.extend(bytes(max(0, begin + len(operation.content) - len(file.content))))
                     file.content[begin : begin + len(operation.content)] = operation.content
@@ -89,7 +99,8 @@ class LossyDisk:
             case "rename" | "exchange":
                 self._rename(one, operation.second, operation.name == "exchange")
             case "link":
-                self._parent(operation.second).change(**{operation.second.name: self._node(one)})
+                linked = self._made_without_name.get(one) or self._node(one)
+                self._parent(operation.second).change(**{operation.second.name: linked})
             case "unlink" | "rmdir":
                 self._parent(one).change(**{one.name: None})
 

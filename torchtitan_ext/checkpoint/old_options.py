@@ -76,4 +76,5 @@ def _check_names(operation: str, old: Mapping[str, Any], known: type) -> None:
 
 
 def _warn(operation: str, options: str, new: str) -> None:
-    warn(f"tte.{operation}: {options} since 0.2: {new}; see docs/use/migrate.md", DeprecationWarning)
+    text = f"tte.{operation}: {options} since 0.2: {new}; see docs/use/migrate.md"
+    warn(text, DeprecationWarning)

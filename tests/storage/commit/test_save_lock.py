@@ -130,6 +130,36 @@ def test_other_machines_see_each_line_at_once(tmp_path: Path, monkeypatch: pytes
     lock.release()
 
 
+@pytest.mark.parametrize("are_nameless_files_known", [True, False])
+def test_a_lock_has_its_owner_before_it_has_a_name_where_the_file_system_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, are_nameless_files_known: bool
+) -> None:
+    """Else a kill would leave a lock of which nobody knows that it is dead."""
+    original_open, original_append = os.open, save_lock._append_line
+    names: list[list[str]] = []
+
+    def open_as_on_nfs(path: Any, flags: int, *mode: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return original_open(path, flags, *mode)
+
+    def append(descriptor: int, text: str) -> None:
+        names.append(os.listdir(tmp_path))
+        original_append(descriptor, text)
+
+    if not are_nameless_files_known:
+        monkeypatch.setattr(save_lock.os, "open", open_as_on_nfs)
+    monkeypatch.setattr(save_lock, "_append_line", append)
+    lock = SaveLock.acquire(tmp_path / "lock", "1" * 32, tmp_path)
+    assert names == [[] if are_nameless_files_known else ["lock"]]
+    with pytest.raises(FileExistsError):
+        save_lock._make(tmp_path / "lock", "{}")
+    state = read_lock(tmp_path / "lock")
+    assert state is not None and state.owner == lock.owner
+    lock.release()
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_lock_that_goes_while_it_is_opened_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stale(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ESTALE, "Stale file handle")

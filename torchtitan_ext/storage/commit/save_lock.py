@@ -1,7 +1,7 @@
 """One save at a time in one place: a lock file names its owner, the thread that saves.
 
-The file is made with O_EXCL; flock means different things on network file systems. Its first line names the owner. A
-lock is dead if
+The file is made only where none is; flock means different things on network file systems. Its first line names the
+owner. A lock is dead if
 
 - its owner ran on this machine and that thread has ended, or is the calling thread: a thread runs one save at a time,
   so its earlier save has failed;
@@ -106,16 +106,10 @@ class SaveLock:
         owner = _this_thread(save_id, target)
         while True:
             try:
-                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                descriptor = _make(path, json.dumps(asdict(owner)))
             except FileExistsError:
                 remove_dead_lock(path)
                 continue
-            try:
-                _append_line(descriptor, json.dumps(asdict(owner)))
-            except BaseException:
-                os.close(descriptor)
-                path.unlink()
-                raise
             return cls(path, owner, descriptor)
 
     def add_line(self, text: str) -> None:
@@ -256,6 +250,40 @@ def _start_of(pid: int, thread: int) -> str:
 
 def _machine() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
+
+
+def _make(path: Path, line: str) -> int:
+    """Makes a file with one line, and returns its descriptor.
+
+    Raises:
+        FileExistsError: Something is at the path.
+    """
+    try:
+        return _make_at_once(path, line)
+    except FileExistsError:
+        raise
+    except OSError:  # network file systems have no files without a name: a kill may leave a lock without its line
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        _append_line(descriptor, line)
+    except BaseException:
+        os.close(descriptor)
+        path.unlink()
+        raise
+    return descriptor
+
+
+def _make_at_once(path: Path, line: str) -> int:
+    """The same of a file that has its line before it has a name."""
+    descriptor = os.open(path.parent, os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o644)
+    try:
+        _append_line(descriptor, line)
+        # With a directory Python follows the link, as this one must be.
+        os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _append_line(descriptor: int, text: str) -> None:
