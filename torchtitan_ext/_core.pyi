@@ -65,14 +65,36 @@ def why_no_part(offset: int, num_bytes: int, item_bytes: int, sizes: Sequence[in
 def instances(cls: type[_Instance], **columns: Sequence[Any]) -> list[_Instance]: ...
 
 class OptionGaps:
-    """Sorted; ``missing`` in the order of first keys."""
+    """The wanted optimizer keys that a checkpoint of the flat form lacks, sorted; ``missing`` by first keys.
+
+    Attributes:
+        fillable: Wanted options that no saved parameter has (newer torch, other optimizer): they may keep their value.
+        missing: Wanted keys, by fqn, of parameters without any saved key (frozen or absent at the save).
+        incomplete: Other wanted keys that are missing, though the checkpoint knows the parameter.
+        dropped: Saved options that no parameter wants.
+    """
 
     fillable: tuple[str, ...]
     missing: dict[str, tuple[str, ...]]
     incomplete: tuple[str, ...]
     dropped: tuple[str, ...]
 
-def find_option_gaps(saved: Iterable[str], wanted: Iterable[str]) -> OptionGaps: ...
+def find_option_gaps(saved_keys: Iterable[str], wanted_keys: Iterable[str]) -> OptionGaps:
+    """Sorts the keys that a flat optimizer state dict wants and a checkpoint lacks.
+
+    The flat form has ``param_groups.<fqn>.<option>`` and ``state.<fqn>.<name>``, maybe behind a prefix such as
+    ``optimizer.``: ``flatten_optimizer_state_dict=True`` of torch and torchtitan's ``OptimizersContainer``. Other keys
+    are ignored.
+
+    Args:
+        saved_keys: All flat keys of the checkpoint.
+        wanted_keys: All flat keys of the state dict to be loaded into.
+
+    Example:
+        >>> find_option_gaps(["param_groups.w.lr"], ["param_groups.w.lr", "param_groups.w.fused"]).fillable
+        ('param_groups.w.fused',)
+    """
+
 def may_overlap_itself(sizes: Sequence[int], strides: Sequence[int]) -> bool: ...
 
 _Memory = tuple[int, Sequence[int], Sequence[int], int]

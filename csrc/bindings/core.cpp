@@ -197,7 +197,7 @@ PYBIND11_MODULE(_core, module) {
       py::arg("global_shape"), py::arg("boxes"));
   module.def("describe_cover_defect", &describe_cover_defect_py, py::arg("global_shape"), py::arg("boxes"),
              py::arg("owners"));
-  py::class_<OptionGaps>(module, "OptionGaps", "See csrc/core/option_gaps.h.")
+  py::class_<OptionGaps>(module, "OptionGaps", "The wanted optimizer keys that a checkpoint of the flat form lacks.")
       .def_property_readonly("fillable", [](const OptionGaps& gaps) { return to_texts(gaps.fillable); })
       .def_property_readonly("missing", &missing_py)
       .def_property_readonly("incomplete", [](const OptionGaps& gaps) { return to_texts(gaps.incomplete); })
@@ -207,7 +207,8 @@ PYBIND11_MODULE(_core, module) {
       [](const py::iterable& saved, const py::iterable& wanted) {
         return find_option_gaps(to_keys(saved), to_keys(wanted));
       },
-      py::arg("saved"), py::arg("wanted"));
+      py::arg("saved_keys"), py::arg("wanted_keys"),
+      "Sorts the keys that a flat optimizer state dict wants and a checkpoint lacks: see csrc/core/option_gaps.h.");
   module.def("may_overlap_itself", &may_overlap_itself_py, py::arg("sizes"), py::arg("strides"));
   module.def("find_shared_memory", &find_shared_memory_py, py::arg("written"), py::arg("read"));
   torchtitan_ext::bindings::define_instances(module);

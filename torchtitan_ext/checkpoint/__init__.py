@@ -209,14 +209,12 @@ def load(
         planner = LoadPlanner(cast=cast, allow_classes=allow_classes) if planner is None else planner
         policy = _policy_of_load(policy, planner, has_sources=bool(sources))
         check_argument("load", "prove", prove, bool, "True or False")
-        if prove and not isinstance(planner, LoadPlanner):
-            raise WrongValueError(f"load: got prove=True and a {type(planner).__name__}, expected a LoadPlanner")
         if not isinstance(share_reads, bool) and share_reads not in ("auto", "host"):
             raise argument_error("load", "share_reads", share_reads, "True, False, 'auto' or 'host'")
-        if share_reads not in (False, "auto") and not isinstance(planner, LoadPlanner):
-            raise WrongValueError(
-                f"load: got share_reads={share_reads!r} and a {type(planner).__name__}, expected a LoadPlanner"
-            )
+        for name, value in (("prove", prove), ("share_reads", share_reads)):
+            if value not in (False, "auto") and not isinstance(planner, LoadPlanner):
+                what = f"{name}={value!r} and a {type(planner).__name__}"
+                raise WrongValueError(f"load: got {what}, expected a LoadPlanner")
     spans = begin_trace("load", trace)
     phases_at = partial(
         Phases,

@@ -37,10 +37,8 @@ class OldLoadOptions(TypedDict, total=False):
 def with_old_options(operation: str, job: SaveJob, old: Mapping[str, Any]) -> SaveJob:
     """The job with options of old. Raises TypeError of a name that was never one, ValueError of what never went."""
     _check_names(operation, old, OldSaveOptions)
-    form, of_weights = (
-        old.get("format", "dcp"),
-        {name: old[name] for name in ("max_file_bytes", "transform") if name in old},
-    )
+    form = old.get("format", "dcp")
+    of_weights = {name: old[name] for name in ("max_file_bytes", "transform") if name in old}
     if form not in ("dcp", "safetensors"):
         raise WrongValueError(f'{operation}: got format={form!r}, expected "dcp" or "safetensors"')
     if form == "safetensors":

@@ -1,6 +1,7 @@
 """Components that cross a change of world size: policies, data loader, LR scheduler, RNG."""
 
-from torchtitan_ext.checkpoint.rules.param_groups import GroupNote, OptionGaps, find_option_gaps, merge_param_groups
+from torchtitan_ext._core import OptionGaps, find_option_gaps
+from torchtitan_ext.checkpoint.rules.param_groups import GroupNote, merge_param_groups
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source
 from torchtitan_ext.checkpoint.tables.component import Reshardable, Resharded, World, reshard_state
 from torchtitan_ext.elastic.data.dataloader import ElasticDataLoader

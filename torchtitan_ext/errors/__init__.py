@@ -12,6 +12,8 @@ from __future__ import annotations
 from torchtitan_ext.errors.checks import (
     argument_error,
     check_argument,
+    check_choice,
+    check_count,
     check_counts,
     clear_frames,
     described,
@@ -19,6 +21,7 @@ from torchtitan_ext.errors.checks import (
     is_of_storage,
     only_printed,
     readable_error,
+    value_error,
     warn,
 )
 from torchtitan_ext.errors.failures import (
@@ -104,6 +107,8 @@ __all__ = [
     "WrongValueError",
     "argument_error",
     "check_argument",
+    "check_choice",
+    "check_count",
     "check_counts",
     "clear_frames",
     "described",
@@ -116,5 +121,6 @@ __all__ = [
     "only_printed",
     "readable_error",
     "refusal",
+    "value_error",
     "warn",
 ]

@@ -11,6 +11,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from numbers import Integral
 from types import FrameType
+from typing import get_args
+
+from torchtitan_ext.errors.failures import WrongValueError
 
 # A wrong argument is shown where it is short; a long text says no more than its type.
 _MAX_SHOWN = 60
@@ -34,6 +37,26 @@ def check_argument(where: str, argument: str, got: object, kinds: type | tuple[t
     """Raises ``argument_error`` unless ``got`` is an instance of ``kinds``, and for any class."""
     if isinstance(got, type) or not isinstance(got, kinds):
         raise argument_error(where, argument, got, expected)
+
+
+def value_error(where: str, argument: str, got: object, expected: str) -> WrongValueError:
+    """For an argument of a wrong value: ``load: got prove='yes', expected True or False``."""
+    return WrongValueError(f"{where}: got {argument}={got!r}, expected {expected}")
+
+
+def check_choice(where: str, argument: str, got: object, choices: object) -> None:
+    """Raises ``value_error`` unless ``got`` is one of the values of a ``Literal``."""
+    *most, last = map(repr, get_args(choices))
+    if got not in get_args(choices):
+        raise value_error(where, argument, got, f"{', '.join(most)} or {last}")
+
+
+def check_count(where: str, argument: str, got: object, *, least: int = 1) -> None:
+    """Raises ``argument_error`` for what is no whole number, and ``value_error`` for one that is too small."""
+    if isinstance(got, bool) or not isinstance(got, int):
+        raise argument_error(where, argument, got, "a whole number")
+    if got < least:
+        raise value_error(where, argument, got, f"at least {least}")
 
 
 def check_counts(where: str, **counts: object) -> None:

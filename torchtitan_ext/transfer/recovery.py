@@ -27,10 +27,9 @@ import torch.distributed as dist
 from torchtitan_ext import _core, ops
 from torchtitan_ext.checkpoint.operation.arguments import check_seconds
 from torchtitan_ext.checkpoint.operation.choose_step import Step, choose_step
-from torchtitan_ext.checkpoint.operation.component_plans import Components, OpenSource
+from torchtitan_ext.checkpoint.operation.component_plans import Components, PlannedSource
 from torchtitan_ext.checkpoint.operation.load_phases import (
     LoadJob,
-    PlannedSource,
     open_source,
     plan_load,
     prepare_load,
@@ -182,8 +181,8 @@ def recover(
         bytes_kept=part.bytes_kept,
         bytes_moved=part.bytes_moved,
         bytes_from_checkpoint=0 if load is None else load.num_bytes,
-        checkpoint="" if load is None else load.opened[0].name,
-        checkpoint_step=None if load is None else step_of(load.opened[0].name),
+        checkpoint="" if load is None else load.planned[0].opened.name,
+        checkpoint_step=None if load is None else step_of(load.planned[0].opened.name),
         keys_from_checkpoint=() if load is None else load.keys,
         distrusted=part.distrusted,
         num_proved=part.num_proved,
@@ -233,7 +232,6 @@ class _PlannedLoad:
     """
 
     job: LoadJob
-    opened: Sequence[OpenSource]
     planned: Sequence[PlannedSource]
     components: Components
     num_bytes: int
@@ -472,7 +470,7 @@ def _plan_load(
     if job.checkpoint_step is None:
         resharded = {**job.components.resharded, **components.resharded}
         phases.on_all("ask", lambda: _check_samples(resharded), doing=_ASKING)
-    return _PlannedLoad(load, opened, planned, components, sum(built), (*texts, *from_disk))
+    return _PlannedLoad(load, planned, components, sum(built), (*texts, *from_disk))
 
 
 def _nowhere(texts: Mapping[str, str], of_components: Mapping[str, str], advice: str) -> Exception:
@@ -545,7 +543,7 @@ def _check_samples(resharded: Mapping[Any, Resharded]) -> None:
 def _read_and_take(job: _Recovery, load: _PlannedLoad | None, phases: Phases) -> None:
     """Reads what no survivor held, and gives components their new state. Collective."""
     if load is not None:
-        read_load(dataclasses.replace(load.job, phases=phases), load.opened, load.planned, load.components)
+        read_load(dataclasses.replace(load.job, phases=phases), load.planned, load.components)
         values = {fqn: job.partial[fqn] for fqn in load.keys if fqn in job.target.values and fqn in job.partial}
         job.target.set_objects({fqn: one for fqn, one in values.items() if not isinstance(one, torch.Tensor)})
         job.components.resharded |= load.components.resharded

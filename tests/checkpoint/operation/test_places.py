@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torchtitan_ext as tte
-from torchtitan_ext.checkpoint.operation.arguments import Place, place_of, place_problems
+from torchtitan_ext.checkpoint.operation.arguments import place_of, place_problems
 from torchtitan_ext.elastic import Source
 from torchtitan_ext.errors import ReplicaMismatchError
 
@@ -26,7 +26,7 @@ def test_names_of_one_directory_are_one_place(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(run)
     assert problem_of(run / "step-1", f"{run}/step-1/", "step-1", tmp_path / "link" / "step-1") is None
     assert problem_of("gs://bucket/step-1", "gs://bucket/step-1/") is None
-    mounted = Place("/mnt/a/step-1", (7, "step-1")), Place("/mnt/b/step-1", (7, "step-1"))
+    mounted = ("/mnt/a/step-1", (7, "step-1")), ("/mnt/b/step-1", (7, "step-1"))
     assert place_problems([[place] for place in mounted]) == []
 
 

@@ -16,6 +16,7 @@ from torch import nn
 import torchtitan_ext as tte
 from torchtitan_ext.checkpoint import CpuStager
 from torchtitan_ext.checkpoint.rules.report import NO_TENSOR, LoadProof
+from torchtitan_ext.checkpoint.tables.tensor_sums import TensorSummer
 from torchtitan_ext.elastic import ElasticPolicy, Source
 from torchtitan_ext.errors import ProofFailedError, WrongValueError
 from torchtitan_ext.storage import FileReader, FileWriter
@@ -269,3 +270,17 @@ def test_saves_of_all_kinds_prove(tmp_path: Path) -> None:
         target = {key: torch.zeros_like(value) for key, value in state.items()}
         assert sorted(prove(target, tmp_path / name).proved) == sorted(state), name
     assert are_equal(target, state) and not are_equal(first, state)
+
+
+def test_what_cannot_be_summed_is_not_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tte.save({"a": torch.ones(3), "b": torch.ones(4)}, tmp_path / "a", fingerprints=True)
+    add = TensorSummer.add
+
+    def refuse_b(self: TensorSummer, fqn: str, *arguments: Any) -> None:
+        if fqn == "b":
+            raise RuntimeError("no kernel for it\nand a stack")
+        add(self, fqn, *arguments)
+
+    monkeypatch.setattr(TensorSummer, "add", refuse_b)
+    proof = prove({"a": torch.zeros(3), "b": torch.zeros(4)}, tmp_path / "a")
+    assert proof == LoadProof(("a",), {"b": "it cannot be summed (no kernel for it)"})

@@ -11,7 +11,15 @@ from agreement_oracle import TensorAgreement, agreed_keys
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.planners.replica_digests import compare_replicas
 from torchtitan_ext.checkpoint.tables.agreement import Agreement, agree
-from torchtitan_ext.checkpoint.tables.key_table import BoxesEntry, KeyEntry, KeyTable, ObjectEntry, TensorEntry
+from torchtitan_ext.checkpoint.tables.key_table import (
+    BoxesEntry,
+    KeyEntry,
+    KeyTable,
+    ObjectEntry,
+    RankTable,
+    TensorEntry,
+    encode_table,
+)
 from torchtitan_ext.errors import Problem
 from torchtitan_ext.layout.layout import MeshLayout, ShardReport
 
@@ -35,8 +43,8 @@ def shard(
     return TensorEntry(ShardReport((rows,), layout, coordinate, placements, sizes), torch.float32, False)
 
 
-def tables(*per_rank: dict[str, KeyEntry]) -> list[KeyTable]:
-    return [KeyTable(entries) for entries in per_rank]
+def tables(*per_rank: dict[str, KeyEntry]) -> list[RankTable]:
+    return [encode_table(KeyTable(entries)).message for entries in per_rank]
 
 
 def problem_of(agreement: Agreement) -> Problem:
@@ -137,7 +145,8 @@ def test_problems_of_ranks_come_first_and_all_are_kept() -> None:
 
 
 def differing(entry: KeyEntry, *digests: bytes | None) -> list[Problem]:
-    made = [KeyTable({"w": entry}, {} if digest is None else {"w": digest}) for digest in digests]
+    held = [KeyTable({"w": entry}, {} if digest is None else {"w": digest}) for digest in digests]
+    made = [encode_table(table).message for table in held]
     return compare_replicas(made, agree(made, needs_all_ranks=True)).differing
 
 
@@ -151,7 +160,7 @@ def test_replicas_with_other_digests(entry: KeyEntry) -> None:
 
 def test_replicas_are_compared_within_a_shard_only() -> None:
     made = [
-        KeyTable({"w": shard(rank, mesh=(2, 2), placements=((-1, 1), (0, 1)))}, {"w": digest})
+        encode_table(KeyTable({"w": shard(rank, mesh=(2, 2), placements=((-1, 1), (0, 1)))}, {"w": digest})).message
         for rank, digest in enumerate([b"left", b"right", b"left", b"other"])
     ]
     (problem,) = compare_replicas(made, agree(made, needs_all_ranks=True)).differing

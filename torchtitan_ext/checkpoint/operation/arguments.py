@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.planner import LoadPlanner
@@ -22,6 +20,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from torchtitan_ext.checkpoint.rules.policy import Source
 from torchtitan_ext.errors import Problem, WrongValueError, argument_error, check_argument, differing
+from torchtitan_ext.ranks.exchange import has_backend
 from torchtitan_ext.ranks.side_group import can_have_side_group
 from torchtitan_ext.storage.checkpoint_files import is_local
 from torchtitan_ext.storage.commit.steps import StepPattern
@@ -54,10 +53,9 @@ def check_step(path: Any, step: Any, pattern: Any = None, fallback: Any = None) 
     check_pattern("load", pattern)
     check_argument("load", "fallback", fallback, (str, os.PathLike, NoneType), "a directory")
     if step is None:
-        if fallback is not None:
-            raise ValueError(f"load: got fallback={str(fallback)!r} and no step, expected step='latest' or a number")
-        if pattern is not None:
-            raise ValueError(f"load: got step_pattern={pattern!r} and no step, expected step='latest' or a number")
+        for name, value in (("fallback", fallback), ("step_pattern", pattern)):
+            if value is not None:
+                raise ValueError(f"load: got {name}={str(value)!r} and no step, expected step='latest' or a number")
         return
     if not (isinstance(step, int) and not isinstance(step, bool)) and step not in ("latest", "last-good"):
         raise argument_error("load", "step", step, "a number, 'latest' or 'last-good'")
@@ -82,17 +80,11 @@ def check_can_send_from_cpu(operation: str, group: dist.ProcessGroup | None) -> 
     if not (dist.is_available() and dist.is_initialized()) or can_have_side_group(group):
         return
     used = group or dist.group.WORLD
-    if not sends_from_cpu(used):
-        devices = used._device_types  # type: ignore[union-attr]
+    if used is not None and not has_backend(used, "cpu"):
         raise ValueError(
-            f"{operation}: got a group for {', '.join(map(str, devices))}, expected one that can send from CPU memory; "
-            "call init_process_group with 'cpu:gloo,cuda:nccl'"
+            f"{operation}: got a group for {', '.join(map(str, used._device_types))}, expected one that can send from "
+            "CPU memory; call init_process_group with 'cpu:gloo,cuda:nccl'"
         )
-
-
-def sends_from_cpu(group: dist.ProcessGroup | None) -> bool:
-    """Whether collectives of a group take tensors of the host."""
-    return torch.device("cpu") in group._device_types  # type: ignore[union-attr]
 
 
 def check_seconds(operation: str, seconds: Any, argument: str = "timeout_seconds") -> None:
@@ -130,44 +122,32 @@ def check_group(operation: str, group: Any) -> None:
 _ONE_PATH = "pass the same path on every rank: make a name with a time or a step in it on one rank, and broadcast it"
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a rank looks for a checkpoint.
-
-    Attributes:
-        path: Absolute path, or URL; empty where only the storage knows it.
-        identity: Equal for all names of one directory on hosts that share it: inode of the nearest existing directory,
-            and the path from there. ``None`` for a URL.
-    """
-
-    path: str
-    identity: tuple[int, str] | None = None
+Place = tuple[str, tuple[int, str] | None]
+"""Where a rank looks for a checkpoint: an absolute path, or URL, empty where only the storage knows it; and what is
+equal for all names of one directory on hosts that share it: the inode of the nearest existing directory, and the path
+from there; ``None`` for a URL."""
 
 
 def place_of(path: str | os.PathLike[str] | None) -> Place:
     """This rank's place of a checkpoint, which need not exist yet."""
     if path is None:
-        return Place("")
+        return "", None
     if not is_local(path):
-        return Place(str(path).rstrip("/"))
+        return str(path).rstrip("/"), None
     real = Path(os.path.realpath(path))
     for there in (real, *real.parents):
         try:
-            return Place(str(real), (there.stat().st_ino, str(real.relative_to(there))))
+            return str(real), (there.stat().st_ino, str(real.relative_to(there)))
         except OSError:
             continue
-    return Place(str(real))
+    return str(real), None
 
 
 def place_problems(places: Sequence[Sequence[Place]]) -> list[Problem]:
     """A problem for each checkpoint that ranks look for in different places; ``places`` are those of each rank."""
     problems = []
     for of_ranks in zip(*places, strict=False):
-        identities = {place.identity for place in of_ranks}
+        identities = {identity for _, identity in of_ranks}
         if len(identities) > 1 or None in identities:
-            problems += differing("path", [place.path for place in of_ranks], show=_path_text, advice=_ONE_PATH)
+            problems += differing("path", [path or "no path" for path, _ in of_ranks], show=str, advice=_ONE_PATH)
     return problems
-
-
-def _path_text(path: str) -> str:
-    return path or "no path"

@@ -50,6 +50,8 @@ class _SaveHere:
 
     def clear(self) -> None:
         self._values = {}
+        if self.portions is not None:
+            self.portions.clear()
 
 
 def save_in_background(

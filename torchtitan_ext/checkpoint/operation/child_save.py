@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,43 +35,23 @@ _WRITING = "child processes planned and wrote; checkpoints in other directories 
 
 
 @dataclass(frozen=True)
-class SharedState:
-    """A state dict whose tensors lie in the memory of a file, as another process reads it.
-
-    Attributes:
-        content: The pickled state dict; its tensors are numbers.
-        tensors: Shapes and dtypes of the tensors, in their order in memory.
-        num_bytes: The size of the memory.
-        file: The memory; not pickled, since a file crosses to another process on a way of its own.
-        copies: The tensors in this process, which keep the memory.
-    """
-
-    content: bytes
-    tensors: list[tuple[torch.Size, torch.dtype]]
-    num_bytes: int
-    file: BinaryIO | None
-    copies: list[torch.Tensor]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "file": None, "copies": []}
-
-
-_NO_STATE = SharedState(b"", [], 0, None, [])
-
-
-@dataclass(frozen=True)
 class SaveRequest:
     """What travels to the child.
 
     Attributes:
         directory: The working directory, to which a path of the storage may be relative.
+        content: The pickled state dict; its tensors are numbers.
+        tensors: Shapes and dtypes of the tensors, in their order in the memory that both processes see.
+        num_bytes: The size of that memory.
     """
 
     directory: str
     job: SaveJob
     writer: StorageWriter
     timeout_seconds: float
-    state: SharedState
+    content: bytes
+    tensors: list[tuple[torch.Size, torch.dtype]]
+    num_bytes: int
 
 
 class SaveInChild:
@@ -89,7 +69,12 @@ class SaveInChild:
         self._stager = stager
         self._child = stager.child()  # a new one starts while the state is copied
         self.group_name = self._child.group_name if dist.is_initialized() else None
-        self._state = _share_state(values, stager)
+        memory = StateMemory(values)
+        self._copies, buffer = stager.copy(memory.tensors)
+        self._file, self._num_bytes = (None, 0) if buffer is None else (buffer.file, buffer.memory.numel())
+        stream = io.BytesIO()
+        _SharingPickler(stream, self._copies).dump(memory.around(self._copies))
+        self._content = stream.getvalue()
 
     def run(self, writer: StorageWriter, job: SaveJob, phases: Phases, offers: Sequence[GroupOffer]) -> SaveResult:
         """Has the children plan and write. Collective; all ranks raise the same error.
@@ -101,9 +86,12 @@ class SaveInChild:
         def save() -> SaveResult:
             child = self._child_in_group(phases, offers)
             own = dataclasses.replace(job, storage_writer=None)
-            request = SaveRequest(os.getcwd(), own, writer, phases.timeout_seconds, self._state)
+            tensors = [(tensor.shape, tensor.dtype) for tensor in self._copies]
+            request = SaveRequest(
+                os.getcwd(), own, writer, phases.timeout_seconds, self._content, tensors, self._num_bytes
+            )
             try:
-                return child.call(save_shared, request, file=self._state.file)
+                return child.call(save_shared, request, file=self._file)
             except LostRankError as error:  # not of this rank's group, which can go on: the next save has new children
                 late = ", ".join(map(str, (*error.silent, *error.late)))
                 raise RuntimeError(f"its child process waited for that of rank(s) {late}: {error.reason}") from error
@@ -123,7 +111,7 @@ class SaveInChild:
         return dataclasses.replace(saved, seconds=dict(phases.seconds))
 
     def clear(self) -> None:
-        self._state = _NO_STATE
+        self._copies, self._content, self._file = [], b"", None
 
     def _child_in_group(self, phases: Phases, offers: Sequence[GroupOffer]) -> ChildProcess:
         if known_to_all(offers) is not None:
@@ -159,22 +147,6 @@ def _check_group(phases: Phases) -> StoreAddress | None:
     return address
 
 
-def _share_state(values: dict[str, Any], stager: CpuStager) -> SharedState:
-    """Copies a state dict into memory of a stager that another process can map."""
-    memory = StateMemory(values)
-    copies = stager.copy(memory.tensors)
-    stream = io.BytesIO()
-    _SharingPickler(stream, copies.tensors).dump(memory.around(copies.tensors))
-    buffer = copies.buffer
-    return SharedState(
-        stream.getvalue(),
-        [(tensor.shape, tensor.dtype) for tensor in copies.tensors],
-        0 if buffer is None else buffer.memory.numel(),
-        None if buffer is None else buffer.file,
-        copies.tensors,
-    )
-
-
 def join_ranks(address: StoreAddress, name: str, rank: int, size: int, timeout_seconds: float) -> None:
     """In the child: makes the group of the children of all ranks. Collective over them."""
     timeout = timedelta(seconds=timeout_seconds)
@@ -184,18 +156,19 @@ def join_ranks(address: StoreAddress, name: str, rank: int, size: int, timeout_s
 def save_shared(request: SaveRequest, file: int | None = None) -> SaveResult:
     """In the child: plans and writes. Collective over the children of all ranks."""
     os.chdir(request.directory)
-    values = _read_state(request.state, file)
+    values = _read_state(request, file)
     with Phases("save", path=request.job.path, timeout_seconds=request.timeout_seconds) as phases:
         return save_values(values, request.writer, request.job, phases)
 
 
-def _read_state(state: SharedState, file: int | None) -> dict[str, Any]:
+def _read_state(request: SaveRequest, file: int | None) -> dict[str, Any]:
     tensors: list[torch.Tensor] = []
     if file is not None:
-        memory = mapped_memory(file, state.num_bytes)
+        memory = mapped_memory(file, request.num_bytes)
         os.close(file)
-        tensors = tensors_in(memory, [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in state.tensors])
-    values: dict[str, Any] = _SharingUnpickler(io.BytesIO(state.content), tensors).load()
+        like = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in request.tensors]
+        tensors = tensors_in(memory, like)
+    values: dict[str, Any] = _SharingUnpickler(io.BytesIO(request.content), tensors).load()
     return values
 
 

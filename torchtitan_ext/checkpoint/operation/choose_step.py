@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from torchtitan_ext.storage.commit.branch import abandoned_steps, finished_steps
 from torchtitan_ext.storage.commit.steps import folders_in_fallback, is_absent, patterns_in, step_of, step_paths
 from torchtitan_ext.storage.formats.detect import checkpoints_in, format_of
 from torchtitan_ext.storage.inspect.verify import find_damage
-from torchtitan_ext.storage.runs.remote_steps import RemoteSteps, remote_steps
+from torchtitan_ext.storage.runs.remote_steps import remote_steps
 
 Step = int | Literal["latest", "last-good"]
 
@@ -46,20 +46,17 @@ def choose_step(
         AbsentRunError: Only the fallback has steps, and no number was given. The same on every rank.
         NoCheckpointError: The run has no such step, or no good one. The same on every rank.
     """
-    others = list(map(Path, [] if fallback is None else folders_in_fallback(run_dir, fallback)))
-    if not is_local(run_dir):
-        return _step_at_url(os.fspath(run_dir), step, others, phases, pattern)
-    run = Path(run_dir)
-    runs = [run, *others]
+    others = [] if fallback is None else list(map(Path, folders_in_fallback(run_dir, fallback)))
+    run = Path(run_dir) if is_local(run_dir) else os.fspath(run_dir)
 
     def look(_: object) -> _Found:
-        found = _find(runs, pattern)
-        if fallback is None:
-            return found
+        found = _find([run, *others], pattern) if isinstance(run, Path) else _find_at_url(run, others, pattern)
         newest = max(found.living, default=None)
-        if newest is not None and not isinstance(step, int) and is_absent(run):
-            raise AbsentRunError(str(run), str(found.finished[newest].parent), newest)
-        return found if found.finished else replace(found, reason=found.reason + _of_other_runs(Path(fallback)))
+        if fallback is not None and newest is not None and not isinstance(step, int) and found.is_absent:
+            raise AbsentRunError(str(run), os.path.dirname(found.finished[newest]), newest)
+        if fallback is None or found.finished or not isinstance(run, Path):
+            return found
+        return replace(found, reason=found.reason + _of_other_runs(Path(fallback)))
 
     found = phases.to_coordinator("choose", lambda: None, look, doing=_LISTING)
     if step == "last-good":
@@ -68,44 +65,28 @@ def choose_step(
     if number is not None and number in found.finished:
         return found.finished[number]
     wanted = "no finished checkpoint" if step == "latest" else f"no finished checkpoint of step {step}"
-    listed = _listed(found.finished, found.unfinished, found.reason)
-    detail = f"has {wanted}: {listed}{_aside(runs, number, pattern, phases)}"
+    aside = _aside([run, *others], number, pattern, phases) if isinstance(run, Path) else ""
+    detail = f"has {wanted}: {_listed(found.finished, found.unfinished, found.reason)}{aside}"
     raise NoCheckpointError(str(run), detail, has_steps=bool(found.finished))
-
-
-def _step_at_url(run: str, step: Step, others: Sequence[Path], phases: Phases, pattern: str | None) -> Path | str:
-    """As ``choose_step``, of a run at a URL: its own steps, and those in the folders of its fallback. Collective."""
-
-    def look(_: object) -> tuple[RemoteSteps, dict[int, Path]]:
-        return remote_steps(run, pattern), dict(finished_steps(others, pattern))
-
-    own, local = phases.to_coordinator("choose", lambda: None, look, doing=_LISTING)
-    steps: dict[int, Path | str] = {**local, **own.finished}
-    number = step if isinstance(step, int) else max(steps, default=None)
-    if number is None or number not in steps:
-        wanted = f"no finished checkpoint of step {step}" if isinstance(step, int) else "no finished checkpoint"
-        detail = f"has {wanted}: {_listed(steps, own.unfinished, '')}"
-        raise NoCheckpointError(run, detail, has_steps=bool(steps))
-    if number not in own.finished and not isinstance(step, int) and not (own.finished or own.unfinished):
-        raise AbsentRunError(run, str(local[number].parent), number)
-    return steps[number]
 
 
 @dataclass(frozen=True)
 class _Found:
-    """The steps in the directories of a run.
+    """The steps of a run, in its directories or at its URL.
 
     Attributes:
         finished: Of a step that several directories have, the one that the run has not left behind, of the first.
         unfinished: The steps that have finished in none.
         living: The finished steps that the run has not left behind.
+        is_absent: Whether nothing is at the run's own place.
         reason: Why there is no finished step, as the end of a sentence.
     """
 
-    finished: dict[int, Path]
-    unfinished: dict[int, Path]
+    finished: Mapping[int, Path | str]
+    unfinished: Collection[int]
     living: set[int]
-    reason: str
+    is_absent: bool
+    reason: str = ""
 
 
 def _find(runs: Sequence[Path], pattern: str | None) -> _Found:
@@ -117,16 +98,22 @@ def _find(runs: Sequence[Path], pattern: str | None) -> _Found:
     unfinished = {number: path for run in runs for number, path in step_paths(run, pattern).items()}
     unfinished = {number: path for number, path in unfinished.items() if number not in finished}
     living = {number for number, path in finished.items() if path not in abandoned}
-    return _Found(finished, unfinished, living, "" if finished else why_no_step(runs[0], pattern))
+    return _Found(finished, unfinished, living, is_absent(runs[0]), "" if finished else why_no_step(runs[0], pattern))
 
 
-def _last_good(run: Path, found: _Found, phases: Phases) -> Path:
+def _find_at_url(run: str, others: Sequence[Path], pattern: str | None) -> _Found:
+    own = remote_steps(run, pattern)
+    finished: dict[int, Path | str] = {**dict(finished_steps(others, pattern)), **own.finished}
+    return _Found(finished, own.unfinished, set(finished), not (own.finished or own.unfinished))
+
+
+def _last_good(run: Path | str, found: _Found, phases: Phases) -> Path | str:
     skipped: list[str] = []
     for number in sorted({*found.living, *found.unfinished}, reverse=True):
         path = found.finished.get(number)
         reason: str | None = "it has no .metadata: its save has not finished"
         if path is not None:
-            verify = partial(find_damage, path, part=phases.rank, num_parts=phases.size)
+            verify = partial(find_damage, Path(path), part=phases.rank, num_parts=phases.size)
             damages = phases.on_all("verify", verify, doing=_VERIFYING)
             reason = next((damage for damage in damages if damage is not None), None)
             if reason is None:
@@ -150,7 +137,7 @@ def _aside(runs: Sequence[Path], number: int | None, pattern: str | None, phases
     return f"; the run was set back and has left it behind, load it by its path: {named(found)}" if found else ""
 
 
-def _warn_of_skipped(run: Path, number: int, skipped: Sequence[str], phases: Phases) -> None:
+def _warn_of_skipped(run: Path | str, number: int, skipped: Sequence[str], phases: Phases) -> None:
     """Warns on the coordinator, in a phase: where a filter turns warnings into errors, all ranks raise the error."""
     text = f"{run}: step {number} is loaded, {len(skipped)} newer skipped: {'; '.join(skipped)}"
     phases.to_coordinator("choose", lambda: None, lambda _: warn(text), doing=_VERIFYING)

@@ -6,22 +6,26 @@ Nothing here is collective, and nothing changes: a rank reads what components ha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlanner as StockLoadPlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from torchtitan_ext import _core
+from torchtitan_ext.checkpoint.planners.items import ReadDecision
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.rules.data_positions import position_class
 from torchtitan_ext.checkpoint.rules.load_rules import UNTOUCHED, ComponentPlan
 from torchtitan_ext.checkpoint.rules.param_groups import find_moved, merge_param_groups, option_keys
 from torchtitan_ext.checkpoint.rules.policy import Action, ElasticPolicy, Source
+from torchtitan_ext.checkpoint.rules.report import LoadReport
 from torchtitan_ext.checkpoint.tables.component import (
     Resharded,
     SampleAccount,
@@ -42,7 +46,9 @@ from torchtitan_ext.errors import (
     Remedy,
 )
 from torchtitan_ext.state.nested import Path, flat_keys
+from torchtitan_ext.storage import FileReader
 from torchtitan_ext.storage.metadata.saved_metadata import recorded_path
+from torchtitan_ext.transforms.reader import MappedReader
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,45 @@ class OpenSource:
     metadata: Metadata
     is_of_one_rank: bool = False
     planner: LoadPlanner = field(default_factory=LoadPlanner)
+
+    @property
+    def with_sums(self) -> FileReader | None:
+        """The reader, if the checkpoint has fingerprints."""
+        reader = self.reader.files_reader if isinstance(self.reader, FileReader) else None
+        return reader if reader is not None and reader.has_sums else None
+
+    @property
+    def entries(self) -> Mapping[str, TensorStorageMetadata | BytesStorageMetadata]:
+        """What the checkpoint has, by ``saved_name``."""
+        metadata = self.reader.mapped.saved if isinstance(self.reader, MappedReader) else self.metadata
+        return metadata.state_dict_metadata
+
+    def saved_name(self, fqn: str) -> str:
+        """The checkpoint's name of a flat key of the state dict."""
+        name, reader = self.source.saved_name(fqn), self.reader
+        return (reader.mapped.kept_name(name) or name) if isinstance(reader, MappedReader) else name
+
+    def saved_chunks(self, fqn: str) -> Iterator[tuple[MetadataIndex, tuple[int, ...]]]:
+        """The saved chunks of a key and their sizes; without empty ones: stock may save another at the same offsets."""
+        name = self.saved_name(fqn)
+        for position, chunk in enumerate(getattr(self.entries.get(name), "chunks", ())):
+            if 0 not in chunk.sizes:
+                yield MetadataIndex(name, chunk.offsets, position), tuple(chunk.sizes)
+
+
+@dataclass(frozen=True)
+class PlannedSource:
+    """An open source, with this rank's plan and planner for it."""
+
+    opened: OpenSource
+    planner: StockLoadPlanner
+    plan: LoadPlan
+
+    @property
+    def report(self) -> LoadReport | None:
+        """That of all ranks, where there is a policy."""
+        decision = self.plan.planner_data
+        return decision.report if isinstance(decision, ReadDecision) else None
 
 
 @dataclass

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -28,11 +28,12 @@ from torchtitan_ext.checkpoint.operation.arguments import place_of
 from torchtitan_ext.checkpoint.operation.component_plans import (
     Components,
     OpenSource,
+    PlannedSource,
     sort_components,
     world_of,
 )
 from torchtitan_ext.checkpoint.operation.phases import Phases
-from torchtitan_ext.checkpoint.operation.prove import ProvenSource, check_has_sums, check_keeps_tensors, prove_load
+from torchtitan_ext.checkpoint.operation.prove import check_has_sums, check_keeps_tensors, prove_load
 from torchtitan_ext.checkpoint.operation.sharing.planned_reads import PlannedReads
 from torchtitan_ext.checkpoint.operation.sharing.requests import ShareReads
 from torchtitan_ext.checkpoint.operation.sharing.share_reads import (
@@ -41,8 +42,7 @@ from torchtitan_ext.checkpoint.operation.sharing.share_reads import (
     offer,
     read_sharing,
 )
-from torchtitan_ext.checkpoint.operation.verify_blocks import leave_blocks, verify_blocks
-from torchtitan_ext.checkpoint.planners.items import ReadDecision
+from torchtitan_ext.checkpoint.operation.verify_blocks import verify_blocks
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.planners.subclasses import read_metadata, set_up_load
 from torchtitan_ext.checkpoint.rules.load_rules import LoadRules
@@ -98,16 +98,6 @@ class LoadJob:
     share_reads: ShareReads = False
 
 
-@dataclass(frozen=True)
-class PlannedSource:
-    """A checkpoint, this rank's plan and planner for it, and the report of all ranks where there is a policy."""
-
-    reader: StorageReader
-    planner: StockLoadPlanner
-    plan: LoadPlan
-    report: LoadReport | None
-
-
 def load_state_dict(job: LoadJob) -> LoadReport:
     """Loads a state dict from one or several checkpoints. Collective.
 
@@ -122,11 +112,11 @@ def load_state_dict(job: LoadJob) -> LoadReport:
     """
     job, opened, components = prepare_load(job)
     planned = plan_load(job, opened, components)
-    num_bytes, sharing = read_load(job, opened, planned, components)
+    num_bytes, sharing = read_load(job, planned, components)
     with_tensors = take_load(job, components)
     proof = None
     if job.prove:
-        proof = prove_load(job.state_dict, components, _proven(opened, planned), with_tensors, job.phases)
+        proof = prove_load(job.state_dict, components, planned, with_tensors, job.phases)
         if job.phases.is_coordinator:
             warn_of_unproved(proof)
     path = ", ".join(one.name for one in opened)
@@ -135,7 +125,7 @@ def load_state_dict(job: LoadJob) -> LoadReport:
             logger.info("load of %s: %s", path, sharing)
     more = {} if sharing is None else {"share_reads": asdict(sharing)}
     job.phases.log_metrics(logger, num_bytes, path=path, more=more)
-    report = _joined([(one.name, other.report) for one, other in zip(opened, planned, strict=True)], job.policy)
+    report = _joined([(one.opened.name, one.report) for one in planned], job.policy)
     if report is None:
         report = LoadReport(saved_world(opened[0].metadata), world_of(components.values, job.phases.size), ())
     report = replace(report, proof=proof, sharing=sharing)
@@ -244,10 +234,8 @@ def plan_load(job: LoadJob, opened: Sequence[OpenSource], components: Components
             refused.append(error)
             reports.append((one.name, error.report))
         else:
-            decision = plan.planner_data
-            report = decision.report if isinstance(decision, ReadDecision) else None
-            planned.append(PlannedSource(one.reader, own, plan, report))
-            reports.append((one.name, report))
+            planned.append(PlannedSource(one, own, plan))
+            reports.append((one.name, planned[-1].report))
     if len(refused) == 1 and len(opened) == 1:
         raise refused[0]
     if refused:
@@ -275,16 +263,7 @@ def _plan_source(one: OpenSource, planner: StockLoadPlanner, values: dict[Any, A
     return phases.through_coordinator("plan", plan_own_part, plan_all_parts, doing=_PLANNING)
 
 
-class _Read(NamedTuple):
-    """What a rank has read of all sources, and whether it has left blocks for the ranks to verify together."""
-
-    num_bytes: int
-    has_unverified_blocks: bool
-
-
-def read_load(
-    job: LoadJob, opened: Sequence[OpenSource], planned: Sequence[PlannedSource], components: Components
-) -> tuple[int, ReadSharing | None]:
+def read_load(job: LoadJob, planned: Sequence[PlannedSource], components: Components) -> tuple[int, ReadSharing | None]:
     """Reads non-tensor values first: where one cannot be read, nothing has changed yet.
 
     Returns:
@@ -293,49 +272,51 @@ def read_load(
     """
     phases = job.phases
     plans: list[LoadPlan] = []
-    readers = [one.reader.files_reader for one in planned if isinstance(one.reader, FileReader)]
+    open_readers = [one.opened.reader for one in planned]
+    readers = [one.files_reader for one in open_readers if isinstance(one, FileReader)]
 
     def read_values() -> ShareOffer:
         if job.prove:
-            check_has_sums(_proven(opened, planned))
+            check_has_sums([one.opened for one in planned])
         for one in planned:
             plan = one.planner.finish_plan(one.plan)
             if isinstance(one.planner, LoadPlanner):
                 values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
                 tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
                 if values:
-                    result_of(one.reader.read_data(replace(plan, items=values), one.planner))
+                    result_of(one.opened.reader.read_data(replace(plan, items=values), one.planner))
                 plan = replace(plan, items=tensors)
             plans.append(plan)
-        leave_blocks(readers, phases)
+        for reader in readers:
+            reader.leaves_blocks = phases.size > 1  # of which it reads little, to verify_blocks
         return offer(job.share_reads, shared_reads())
 
     def shared_reads() -> list[PlannedReads]:
         found = [
-            PlannedReads(one.reader, one.planner, plan)
+            PlannedReads(one.opened.reader, one.planner, plan)
             for one, plan in zip(planned, plans, strict=True)
             if isinstance(one.planner, LoadPlanner)
         ]
         return found if len(found) == len(planned) else []
 
-    def read_tensors() -> _Read:
+    def read_tensors() -> tuple[int, bool]:
         for one, plan in zip(planned, plans, strict=True):
             if isinstance(one.planner, LoadPlanner):
                 one.planner.change_targets()
             if plan.items:
-                result_of(one.reader.read_data(plan, one.planner))
+                result_of(one.opened.reader.read_data(plan, one.planner))
             if isinstance(one.planner, LoadPlanner):
                 one.planner.finish_load()
         return result()
 
-    def finish() -> _Read:
+    def finish() -> tuple[int, bool]:
         for one in shared_reads():
             one.planner.finish_load()
         return result()
 
-    def result() -> _Read:
-        num_bytes = sum(one.reader.num_bytes_read for one in planned if isinstance(one.reader, FileReader))
-        return _Read(num_bytes, any(reader.has_unverified_blocks for reader in readers))
+    def result() -> tuple[int, bool]:
+        num_bytes = sum(reader.num_bytes_read for reader in open_readers if isinstance(reader, FileReader))
+        return num_bytes, any(reader.has_unverified_blocks for reader in readers)
 
     offers = phases.on_all("read values", read_values, doing="values were read; nothing was changed")
     problems = differing("share_reads", [offer.share_reads for offer in offers], advice="pass the same on every rank")
@@ -347,9 +328,10 @@ def read_load(
     if is_worth_asking(offers):
         sharing = read_sharing(job.share_reads, shared_reads(), offers, phases, doing=doing, undefined=loaded)
     of_ranks = phases.on_all("read", read_tensors if sharing is None else finish, doing=doing, undefined=loaded)
-    if any(one.has_unverified_blocks for one in of_ranks):
+    num_bytes, have_unverified_blocks = zip(*of_ranks, strict=True)
+    if any(have_unverified_blocks):
         verify_blocks(readers, phases, doing=doing, undefined=loaded)
-    return sum(one.num_bytes for one in of_ranks), sharing
+    return sum(num_bytes), sharing
 
 
 def take_load(job: LoadJob, components: Components) -> set[str]:
@@ -382,11 +364,6 @@ def take_load(job: LoadJob, components: Components) -> set[str]:
     changed = components.changed(job.policy)
     doing = f"components took their state; undefined are {', '.join(changed)}"
     return {name for names in phases.on_all("take", take, doing=doing, undefined=changed) for name in names}
-
-
-def _proven(opened: Sequence[OpenSource], planned: Sequence[PlannedSource]) -> list[ProvenSource]:
-    planners = [one.planner for one in planned if isinstance(one.planner, LoadPlanner)]  # all: tte.load has checked it
-    return [ProvenSource(one, planner) for one, planner in zip(opened, planners, strict=True)]
 
 
 def _taken(component: Any, value: Any) -> Any:

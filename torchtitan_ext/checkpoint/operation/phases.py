@@ -410,6 +410,12 @@ class Phases:
         return CheckpointFailedError(self._operation, texts, undefined, name, self._path, is_soft)
 
 
+def key_of(group: dist.ProcessGroup | None) -> object:
+    """What stands for a group, or a process alone, in a ``WeakKeyDictionary``: of one that was destroyed nothing is
+    left."""
+    return Phases if group is None else group
+
+
 def call_text(operation: str, **options: object) -> str:
     """A call as other ranks get to know it: with the options that must be the same on all ranks, where they are given.
 

@@ -10,26 +10,25 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchtitan_ext import _core
 from torchtitan_ext._core import SumTable, add_sums
-from torchtitan_ext.checkpoint.operation.component_plans import Components, OpenSource
+from torchtitan_ext.checkpoint.operation.component_plans import Components, OpenSource, PlannedSource
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.rules.report import NO_TENSOR, LoadProof
 from torchtitan_ext.checkpoint.tables.agreement import agree
 from torchtitan_ext.checkpoint.tables.component import is_stateful
 from torchtitan_ext.checkpoint.tables.key_table import BoxesEntry, KeyTable, RankTable, TensorEntry, encode_table
-from torchtitan_ext.checkpoint.tables.tensor_sums import TensorSummer, describe_tensors
+from torchtitan_ext.checkpoint.tables.tensor_sums import TensorSummer, describe_tensors, held_boxes
 from torchtitan_ext.errors import ProofFailedError, WrongPart, WrongValueError, first_line, named
 from torchtitan_ext.layout.dtensor import local_view
 from torchtitan_ext.layout.layout import Box, Steps
 from torchtitan_ext.state.value_digest import sum_box
-from torchtitan_ext.storage import FileReader
 from torchtitan_ext.transforms.reader import MappedReader
 
 _PROVING = "tensors were loaded, and are compared with their fingerprints"
@@ -39,45 +38,6 @@ _MAX_CHANGED = 4
 
 # So many wrong tensors are looked at in detail.
 _MAX_DETAILED = 10
-
-
-@dataclass(frozen=True)
-class ProvenSource:
-    """A checkpoint of which tensors were loaded, and the planner that chose them."""
-
-    opened: OpenSource
-    planner: LoadPlanner
-
-    @property
-    def with_sums(self) -> FileReader | None:
-        """The reader, if the checkpoint has fingerprints."""
-        reader = self.opened.reader
-        reader = reader.files_reader if isinstance(reader, FileReader) else reader
-        return reader if isinstance(reader, FileReader) and reader.has_sums else None
-
-    @property
-    def entries(self) -> Mapping[str, TensorStorageMetadata | BytesStorageMetadata]:
-        """What the checkpoint has, by ``saved_name``."""
-        reader = self.opened.reader
-        metadata = reader.mapped.saved if isinstance(reader, MappedReader) else self.opened.metadata
-        return metadata.state_dict_metadata
-
-    def saved_name(self, fqn: str) -> str:
-        """The checkpoint's name of a flat key of the state dict."""
-        name, reader = self.planner.rules.source.saved_name(fqn), self.opened.reader
-        return (reader.mapped.kept_name(name) or name) if isinstance(reader, MappedReader) else name
-
-    def saved_shape(self, fqn: str) -> tuple[int, ...]:
-        """The shape of a tensor that the checkpoint has."""
-        return tuple(self.entries[self.saved_name(fqn)].size)  # type: ignore[union-attr]
-
-    def saved_chunks(self, fqn: str) -> Iterator[tuple[MetadataIndex, tuple[int, ...]]]:
-        """The saved chunks of a key and their sizes; without empty ones: stock may save another at the same offsets."""
-        name = self.saved_name(fqn)
-        saved = self.entries.get(name)
-        for position, chunk in enumerate(getattr(saved, "chunks", ())):
-            if 0 not in chunk.sizes:
-                yield MetadataIndex(name, chunk.offsets, position), tuple(chunk.sizes)
 
 
 @dataclass
@@ -96,24 +56,16 @@ class _OwnTensors:
     unproved: dict[str, str] = field(default_factory=dict)
 
 
-class _Described(NamedTuple):
-    """What a rank tells of its tensors first."""
-
-    table: RankTable
-    source_of: dict[str, int]
-    unproved: dict[str, str]
-
-
 class _Summed(NamedTuple):
     """The sums of a rank's tensors, and the stored sums of its share of keys, or why there are none.
 
-    ``wrong`` has keys of checkpoints of its own that differ, ``reshaped``, of this share, the saved shapes of tensors
-    that now have others: a sum does not tell.
+    ``failed`` says why some cannot be summed. ``wrong`` has keys of checkpoints of its own that differ, ``reshaped``,
+    of this share, the saved shapes of tensors that now have others: a sum does not tell.
     """
 
     sums: SumTable
     stored: dict[str, int | str]
-    unproved: dict[str, str]
+    failed: dict[str, str]
     wrong: list[str]
     reshaped: dict[str, tuple[int, ...]]
 
@@ -132,10 +84,10 @@ class _PartSums(NamedTuple):
     in_file: int | None
 
 
-def check_has_sums(sources: Sequence[ProvenSource]) -> None:
+def check_has_sums(opened: Sequence[OpenSource]) -> None:
     """Raises WrongValueError unless some source has fingerprints. Not collective; sources are set up."""
-    if all(source.with_sums is None for source in sources):
-        names = ", ".join(source.opened.name for source in sources)
+    if all(one.with_sums is None for one in opened):
+        names = ", ".join(one.name for one in opened)
         raise WrongValueError(
             f"load: got prove=True, and {names} has no fingerprints; save with tte.save(..., fingerprints=True), or "
             "load without prove"
@@ -156,7 +108,7 @@ def check_keeps_tensors(opened: Sequence[OpenSource]) -> None:
 def prove_load(
     state_dict: Mapping[Any, Any],
     components: Components,
-    sources: Sequence[ProvenSource],
+    planned: Sequence[PlannedSource],
     with_tensors: Collection[str],
     phases: Phases,
 ) -> LoadProof:
@@ -171,25 +123,25 @@ def prove_load(
     own = _OwnTensors()
     summer = TensorSummer()
 
-    def describe() -> _Described:
+    def describe() -> tuple[RankTable, dict[str, int], dict[str, str]]:
         state = _state_after(state_dict, components, with_tensors, phases)
-        _collect(own, state, components, sources)
-        return _Described(encode_table(KeyTable(own.entries)).message, own.source_of, own.unproved)
+        _collect(own, state, components, planned)
+        return encode_table(KeyTable(own.entries)).message, own.source_of, own.unproved
 
-    described = phases.on_all("prove", describe, doing=_PROVING)
-    agreement = agree([one.table for one in described], needs_all_ranks=True)
-    unproved = {fqn: reason for one in described for fqn, reason in one.unproved.items()}
+    tables, positions, reasons = zip(*phases.on_all("prove", describe, doing=_PROVING), strict=True)
+    agreement = agree(tables, needs_all_ranks=True)
+    unproved = {fqn: reason for of_rank in reasons for fqn, reason in of_rank.items()}
     unproved |= {problem.fqn: problem.detail for problem in agreement.problems}
-    source_of = {fqn: position for one in described for fqn, position in one.source_of.items()}
+    source_of = {fqn: planned[position].opened for of_rank in positions for fqn, position in of_rank.items()}
     keys = [fqn for fqn in source_of if fqn not in unproved]
-    of_one_rank = {fqn for fqn in keys if sources[source_of[fqn]].opened.is_of_one_rank}
+    of_one_rank = {fqn for fqn in keys if source_of[fqn].is_of_one_rank}
     steps = agreement.world.steps_of(phases.rank)
 
     def sum_own() -> _Summed:
         failed = _sum_all(own, keys, steps, summer, phases)
         sums = summer.table()
         share = [
-            (fqn, sources[source_of[fqn]])
+            (fqn, source_of[fqn])
             for number, fqn in enumerate(keys)
             if (fqn in sums if fqn in of_one_rank else number % phases.size == phases.rank)
         ]
@@ -197,7 +149,7 @@ def prove_load(
         reshaped = {
             fqn: shape
             for fqn, source in share
-            if fqn in stored and (shape := source.saved_shape(fqn)) != agreement.shape_of(fqn)
+            if fqn in stored and (shape := _saved_shape(fqn, source)) != agreement.shape_of(fqn)
         }
         own_sums = {fqn: found for fqn, found in stored.items() if fqn in of_one_rank and isinstance(found, int)}
         return _Summed(sums, stored, failed, sums.differing(own_sums), reshaped)
@@ -209,14 +161,10 @@ def prove_load(
         detailed = [fqn for fqn in wrong[:_MAX_DETAILED] if fqn in own.values and fqn not in reshaped]
 
         def look_again() -> list[_PartSums]:
-            return [
-                part
-                for fqn in detailed
-                for part in _part_sums(fqn, own, sources[source_of[fqn]], steps.get(fqn), summer)
-            ]
+            return [part for fqn in detailed for part in _part_sums(fqn, own, source_of[fqn], steps.get(fqn), summer)]
 
         found = phases.on_all("prove", look_again, doing=_PROVING)
-        path = ", ".join(dict.fromkeys(sources[source_of[fqn]].opened.name for fqn in wrong))
+        path = ", ".join(dict.fromkeys(source_of[fqn].name for fqn in wrong))
         shapes = {fqn: (shape, agreement.shape_of(fqn)) for fqn, shape in reshaped.items()}
         raise ProofFailedError(path, tuple(wrong), tuple(_wrong_parts(found)), shapes)
     return LoadProof(tuple(proved), unproved)
@@ -238,13 +186,13 @@ def _state_after(
     return state
 
 
-def _collect(own: _OwnTensors, state: dict[Any, Any], components: Components, sources: Sequence[ProvenSource]) -> None:
+def _collect(own: _OwnTensors, state: dict[Any, Any], components: Components, planned: Sequence[PlannedSource]) -> None:
     for key in (*components.resharded, *components.to_reset):
         own.unproved[str(key)] = "it was loaded by a rule of its own, or not at all"
     loaded: set[str] = set()
     others: set[str] = set()
-    for position, source in enumerate(sources):
-        planner = source.planner
+    for position, one in enumerate(planned):
+        source, planner = one.opened, cast(LoadPlanner, one.planner)  # tte.load has checked it
         values = planner.loaded_values(state)
         tensors = {}
         for fqn in planner.wanted.entries:
@@ -266,7 +214,7 @@ def _collect(own: _OwnTensors, state: dict[Any, Any], components: Components, so
         own.unproved[fqn] = NO_TENSOR if fqn.startswith(groups) else "it was not loaded"
 
 
-def _why_changed(value: Any, fqn: str, source: ProvenSource) -> str | None:
+def _why_changed(value: Any, fqn: str, source: OpenSource) -> str | None:
     """Why what an object gives now cannot be compared with what it was given."""
     if not isinstance(value, torch.Tensor):
         return "its object does not give it back"
@@ -274,6 +222,10 @@ def _why_changed(value: Any, fqn: str, source: ProvenSource) -> str | None:
     if isinstance(saved, TensorStorageMetadata) and value.dtype != saved.properties.dtype:
         return f"it was cast from {saved.properties.dtype} to {value.dtype}"
     return None
+
+
+def _saved_shape(fqn: str, source: OpenSource) -> tuple[int, ...]:
+    return tuple(source.entries[source.saved_name(fqn)].size)  # type: ignore[union-attr]
 
 
 def _sum_all(
@@ -291,7 +243,7 @@ def _sum_all(
     return failed
 
 
-def _stored_sum(fqn: str, source: ProvenSource) -> int | str | None:
+def _stored_sum(fqn: str, source: OpenSource) -> int | str | None:
     """The sum of a key, or why it has none; ``None`` where this rank's metadata does not know the key."""
     if source.with_sums is None or source.saved_name(fqn) not in source.entries:
         return None
@@ -307,6 +259,8 @@ def _compare(
     keys: Sequence[str], of_one_rank: Collection[str], summed: Sequence[_Summed], unproved: dict[str, str]
 ) -> tuple[list[str], list[str]]:
     """The keys that are wrong and those that are right; adds to ``unproved``."""
+    for of_rank in summed:
+        unproved |= of_rank.failed
     found = [(fqn, one) for of_rank in summed for fqn, one in of_rank.stored.items()]
     stored = {fqn: one for fqn, one in found if isinstance(one, int)}
     reasons = {fqn: one for fqn, one in reversed(found) if isinstance(one, str)}
@@ -321,20 +275,21 @@ def _compare(
 
 
 def _part_sums(
-    fqn: str, own: _OwnTensors, source: ProvenSource, steps: Steps | None, summer: TensorSummer
+    fqn: str, own: _OwnTensors, source: OpenSource, steps: Steps | None, summer: TensorSummer
 ) -> Iterator[_PartSums]:
     """The sums of this rank's part of each saved chunk of a key, in memory and in the file."""
     entry, reader = own.entries[fqn], source.with_sums
     assert reader is not None, "a key of a checkpoint without fingerprints was compared, please report"
-    held = list(summer.held_boxes(own.values[fqn], entry, steps))
+    held = list(held_boxes(own.values[fqn], entry, steps))
+    replica = "" if source.is_of_one_rank else summer.replica_of(entry)
     chunks = list(source.saved_chunks(fqn))
     wanted = [(index.offset or (), sizes, ()) for index, sizes in chunks]
-    for found in _core.find_overlaps(wanted, [(one.offsets, one.elements.shape) for one in held]):
-        (index, sizes), part = chunks[found.wanted], held[found.saved]
+    for found in _core.find_overlaps(wanted, [(offsets, elements.shape) for offsets, elements in held]):
+        (index, sizes), (_, of_box) = chunks[found.wanted], held[found.saved]
         (stored,) = reader.find_sums([index])
         path = reader.storage_data[index].relative_path
         chunk = WrongPart(fqn, path, tuple(index.offset or ()), sizes, (), None)
-        elements = local_view(part.elements, found.saved_offsets, found.sizes)
+        elements = local_view(of_box, found.saved_offsets, found.sizes)
         place = torch.empty(found.sizes, dtype=elements.dtype, device="cpu")
         try:
             reader.read_boxes([(index, found.local_offsets, place)])
@@ -342,7 +297,6 @@ def _part_sums(
         except Exception:  # whatever it is, the loaded tensor is wrong: that is to be said
             in_file = None
         in_memory = int(sum_box(elements, found.offsets, entry.global_shape))
-        replica = "" if source.opened.is_of_one_rank else part.replica
         yield _PartSums(chunk, stored, replica, (found.offsets, found.sizes), in_memory, in_file)
 
 

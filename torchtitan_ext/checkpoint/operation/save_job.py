@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from torchtitan_ext.checkpoint.operation.arguments import check_group, check_pattern, check_state_and_place
 from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
-from torchtitan_ext.errors import WrongValueError, argument_error, check_argument
+from torchtitan_ext.errors import WrongValueError, check_argument, check_choice, check_count, value_error
 from torchtitan_ext.storage.checkpoint_files import is_local
 from torchtitan_ext.storage.commit.branch import Branch
 from torchtitan_ext.storage.commit.steps import folders_in_fallback, step_of
@@ -32,10 +31,7 @@ class WeightsFormat:
 
     def check(self, operation: str, path: Any, fallback: Any) -> None:
         """Raises TypeError or ValueError unless it can be written in this form to this path, and to the fallback."""
-        if isinstance(self.max_file_bytes, bool) or not isinstance(self.max_file_bytes, int):
-            raise argument_error(operation, "max_file_bytes", self.max_file_bytes, "a whole number")
-        if self.max_file_bytes < 1:
-            raise WrongValueError(f"{operation}: got max_file_bytes={self.max_file_bytes}, expected at least 1")
+        check_count(operation, "max_file_bytes", self.max_file_bytes)
         check_argument(operation, "transform", self.transform, (Transform, NoneType), "a tte.transforms.Transform")
         for name, place in (("the path ", path), ("fallback=", fallback)):
             if place is not None and not is_local(place):
@@ -50,6 +46,9 @@ class WeightsFormat:
             )
 
 
+OnError = Literal["raise", "warn"]
+
+
 @dataclass(frozen=True)
 class OnStorageError:
     """What becomes of a save that storage refuses on any rank: options of ``tte.CheckpointManager`` and ``install``.
@@ -58,20 +57,17 @@ class OnStorageError:
     whose cause is the state, and lost ranks, whose group can do nothing more, are always raised.
     """
 
-    action: Literal["raise", "warn"] = "raise"
+    action: OnError = "raise"
     fallback: str | os.PathLike[str] | None = None
     retries: int = 0
     max_failures: int = 3
 
     def check(self, operation: str, path: object) -> None:
-        if self.action not in ("raise", "warn"):
-            raise WrongValueError(f'{operation}: got on_error={self.action!r}, expected "raise" or "warn"')
+        check_choice(operation, "on_error", self.action, OnError)
         for name, least in (("retries", 0), ("max_failures", 1)):
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise WrongValueError(
-                    f"{operation}: got {name}={number!r}, expected a whole number of at least {least}"
-                )
+                raise value_error(operation, name, number, f"a whole number of at least {least}")
         if self.fallback is not None:
             check_argument(operation, "fallback", self.fallback, (str, os.PathLike), "a directory")
             if path is None:
@@ -141,103 +137,72 @@ class SaveJob:
         check_argument(operation, "storage_writer", self.storage_writer, (StorageWriter, NoneType), expected)
         check_group(operation, group)
         self.on_storage_error.check(operation, self.path)
-        self._check_branch(operation)
-        self._check_fingerprints(operation)
-        reuse = self._checked_reuse(operation)
+        check_choice(operation, "branch", self.branch, Branch)
+        check_argument(operation, "fingerprints", self.fingerprints, bool, "True or False")
+        check_argument(operation, "reuse", self.reuse, (str, os.PathLike, NoneType), 'a checkpoint or "latest"')
+        self._check_options_of_files(operation)
         if self.weights is not None:
             self._check_no_checkpoint(operation)
             self.weights.check(operation, self.path, self.on_storage_error.fallback)
-        self._check_keep()
+        self._check_keep(operation)
+        reuse = self.reuse if self.reuse in (None, "latest") else os.path.abspath(self.reuse)
         return replace(self, reuse=reuse, runs=self.on_storage_error.runs_of(self.path))
 
-    def _checked_reuse(self, operation: str) -> str | None:
-        """An earlier checkpoint as an absolute path, "latest" or ``None``."""
-        reuse = self.reuse
-        check_argument(operation, "reuse", reuse, (str, os.PathLike, NoneType), 'a checkpoint or "latest"')
-        if reuse is None:
-            return None
-        if self.storage_writer is not None:
-            raise WrongValueError(
-                f"{operation}: got reuse={str(reuse)!r} and a storage_writer; give it to the writer: FileWriter(path, "
-                "reuse=...)"
-            )
-        for name, place in (("reuse", reuse), ("path", self.path)):
-            if place is not None and not is_local(place):
+    @property
+    def place(self) -> Any:
+        """The path, or that of the storage, if it says."""
+        return getattr(self.storage_writer, "path", None) if self.path is None else self.path
+
+    def _check_options_of_files(self, operation: str) -> None:
+        """Raises ValueError of options that only our own files in a directory have."""
+        reuse = None if self.reuse is None else str(self.reuse)
+        for name, value in (("branch", self.branch), ("fingerprints", self.fingerprints), ("reuse", reuse)):
+            if self.storage_writer is not None and value not in ("set_aside", False, None):
+                given = "..." if name == "reuse" else repr(value)
                 raise WrongValueError(
-                    f"{operation}: got reuse={str(reuse)!r} and {name}={str(place)!r}, expected a directory: other "
-                    "storage has no links"
+                    f"{operation}: got {name}={value!r} and a storage_writer; give it to the writer: FileWriter(path, "
+                    f"{name}={given})"
                 )
-        return "latest" if reuse == "latest" else os.path.abspath(reuse)
+        for is_asked, option, place, why in (
+            (self.branch == "error", "branch='error'", self.path, "newer steps at a URL are not looked for, and stay"),
+            (self.fingerprints, "fingerprints=True", self.path, "they stand in an index, which a URL has not"),
+            (reuse, f"reuse={reuse!r}", self.path, "other storage has no links"),
+            (reuse, f"reuse={reuse!r}", reuse, "other storage has no links"),
+            (
+                self.keep,
+                f"keep={self.keep and self.keep.newest}",
+                self.place,
+                "steps at a URL are not removed; leave keep= out, and remove old ones by a rule of the storage or by "
+                "hand",
+            ),
+        ):
+            if is_asked and place is not None and not is_local(place):
+                raise WrongValueError(f"{operation}: got {option} and {str(place)!r}, expected a directory: {why}")
 
     def _check_no_checkpoint(self, operation: str) -> None:
         """Raises ValueError of options that safetensors have no use for."""
-        others: Mapping[str, Any] = {
-            "storage_writer": self.storage_writer,
-            "keep": self.keep and self.keep.newest,
-            "step_pattern": self.step_pattern,
-            "fingerprints": self.fingerprints,
-            "reuse": self.reuse,
-        }
-        for name, value in others.items():
+        for name in ("storage_writer", "keep", "step_pattern", "fingerprints", "reuse"):
+            value = self.keep.newest if name == "keep" and self.keep else getattr(self, name)
             if value:
                 raise WrongValueError(
                     f"{operation}: got {name}={value!r} for safetensors, expected none: that is of checkpoints"
                 )
 
-    def _check_branch(self, operation: str) -> None:
-        branch, path = self.branch, self.path
-        if branch not in get_args(Branch):
-            raise WrongValueError(
-                f"{operation}: got branch={branch!r}, expected {' or '.join(map(repr, get_args(Branch)))}"
-            )
-        if branch != "set_aside" and self.storage_writer is not None:
-            raise WrongValueError(
-                f"{operation}: got branch={branch!r} and a storage_writer; give it to the writer: FileWriter(path, "
-                f"branch={branch!r})"
-            )
-        if branch == "error" and path is not None and not is_local(path):
-            raise WrongValueError(
-                f"{operation}: got branch='error' and {str(path)!r}, expected a directory: newer steps at a URL are "
-                "not looked for, and stay"
-            )
-
-    def _check_keep(self) -> None:
+    def _check_keep(self, operation: str) -> None:
         keep, pattern = self.keep, self.step_pattern
-        path = getattr(self.storage_writer, "path", None) if self.path is None else self.path
-        check_pattern("save", pattern)
+        check_pattern(operation, pattern)
         if keep is None:
             if pattern is not None and self.reuse != "latest":
                 raise WrongValueError(
-                    f"save: got step_pattern={pattern!r} and no reuse='latest': nothing asks for the steps of the run"
+                    f"{operation}: got step_pattern={pattern!r} and no reuse='latest': nothing asks for the steps of "
+                    "the run"
                 )
             return
-        for name, number in (("keep", keep.newest), ("keep_every", 1 if keep.every is None else keep.every)):
-            if isinstance(number, bool) or not isinstance(number, int):
-                raise argument_error("save", name, number, "a whole number")
-            if number < 1:
-                raise WrongValueError(f"save: got {name}={number}, expected at least 1")
-        if path is not None and not is_local(path):
-            raise WrongValueError(
-                f"save: got keep={keep.newest} and {str(path)!r}, expected a directory: steps at a URL are not "
-                "removed; leave keep= out, and remove old ones by a rule of the storage or by hand"
-            )
-        if path is None or step_of(path, pattern) is None:
+        check_count(operation, "keep", keep.newest)
+        check_count(operation, "keep_every", 1 if keep.every is None else keep.every)
+        if self.place is None or step_of(self.place, pattern) is None:
             name = "step-<number>" if pattern is None else pattern
             raise WrongValueError(
-                f"save: got keep={keep.newest} and the path {str(path)!r}, expected a directory <run>/{name}"
-            )
-
-    def _check_fingerprints(self, operation: str) -> None:
-        """Fingerprints are taken where our own files are written."""
-        check_argument(operation, "fingerprints", self.fingerprints, bool, "True or False")
-        if not self.fingerprints:
-            return
-        if self.storage_writer is not None:
-            raise WrongValueError(
-                f"{operation}: got fingerprints=True and a storage_writer; give it to the writer: "
-                "FileWriter(path, fingerprints=True)"
-            )
-        if self.path is not None and not is_local(self.path):
-            raise WrongValueError(
-                f"{operation}: got fingerprints=True and the path {str(self.path)!r}, expected a directory"
+                f"{operation}: got keep={keep.newest} and the path {str(self.place)!r}, expected a directory "
+                f"<run>/{name}"
             )

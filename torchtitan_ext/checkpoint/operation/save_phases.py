@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, cast
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.operation.arguments import Place, place_of, sends_from_cpu
+from torchtitan_ext.checkpoint.operation.arguments import Place, place_of
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.checkpoint.operation.save_job import SaveJob
 from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
@@ -25,6 +26,7 @@ from torchtitan_ext.checkpoint.staging.portions import Portions
 from torchtitan_ext.checkpoint.tables.component import CountsSamples, SampleAccount, disagreeing_counts, is_stateful
 from torchtitan_ext.dcp_private import storage_setup
 from torchtitan_ext.errors import CheckpointFailedError, differing, only_printed, refusal, warn
+from torchtitan_ext.ranks.exchange import has_backend
 from torchtitan_ext.storage import FileWriter
 from torchtitan_ext.storage.checkpoint_files import is_local
 from torchtitan_ext.storage.futures import result_of
@@ -170,16 +172,8 @@ def _warn_of_samples(accounts: Mapping[str, SampleAccount]) -> None:
 
 def _places_of(job: SaveJob) -> list[Place]:
     """Where our files go; storage of others may have a directory per rank, which cannot be compared."""
-    fallback = job.on_storage_error.fallback
-    return [_place_of(job), *([] if fallback is None else [place_of(fallback)])]
-
-
-def _place_of(job: SaveJob) -> Place:
-    if job.storage_writer is None:
-        return place_of(job.path)
-    if not isinstance(job.storage_writer, _OURS):
-        return place_of(None)
-    return place_of(job.storage_writer.path if job.path is None else job.path)
+    fallback, is_ours = job.on_storage_error.fallback, isinstance(job.storage_writer, (*_OURS, NoneType))
+    return [place_of(job.place if is_ours else None), *([] if fallback is None else [place_of(fallback)])]
 
 
 def save_values(
@@ -217,8 +211,9 @@ def save_values(
         final_plan = planner.finish_plan(plan)
         if isinstance(planner, SavePlanner):
             check_final_items(planner, planner.plan.items, final_plan.items)
-        source = planner if portions is None else portions.stage(final_plan, planner)
-        written = result_of(writer.write_data(final_plan, cast(StockSavePlanner, source)))
+        if portions is not None:
+            portions.stage(final_plan, planner)
+        written = result_of(writer.write_data(final_plan, cast(StockSavePlanner, portions or planner)))
         _check_all_written(final_plan, written, phases.rank)
         return written
 
@@ -254,7 +249,7 @@ def save_values(
 
 def _ranks_of(phases: Phases) -> WriterRanks | None:
     """How ranks send each other what they write; ``None`` where they cannot."""
-    if phases.group is None or phases.is_beside or not sends_from_cpu(phases.group):
+    if phases.group is None or phases.is_beside or not has_backend(phases.group, "cpu"):
         return None
     return WriterRanks(phases.group.group_name, phases.rank, phases.size, phases.timeout_seconds)
 

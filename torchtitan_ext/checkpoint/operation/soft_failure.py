@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from torchtitan_ext.checkpoint.operation.phases import Phases
+from torchtitan_ext.checkpoint.operation.phases import Phases, key_of
 from torchtitan_ext.checkpoint.operation.save_job import OnStorageError, SaveJob
 from torchtitan_ext.checkpoint.operation.save_phases import SaveResult
 from torchtitan_ext.errors import CheckpointFailedError, clear_frames, warn
@@ -117,11 +117,10 @@ def run_of(path: str | os.PathLike[str] | None) -> str:
     return "" if path is None else str(Path(path).absolute().parent)
 
 
-# Of a group that was destroyed nothing is left. Only the operation whose turn it is on a group changes its counts.
-_failures: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
-_failures_alone: Counter[str] = Counter()
+# Only the operation whose turn it is on a group changes its counts.
+_failures: WeakKeyDictionary[object, Counter[str]] = WeakKeyDictionary()
 
 
 def failures_in_a_row(group: dist.ProcessGroup | None) -> Counter[str]:
     """How many saves have failed since the last that did not, by directory of the run."""
-    return _failures_alone if group is None else _failures.setdefault(group, Counter())
+    return _failures.setdefault(key_of(group), Counter())

@@ -11,9 +11,7 @@ from concurrent.futures import Future
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
-
-from torchtitan_ext.checkpoint.operation.phases import Phases
+from torchtitan_ext.checkpoint.operation.phases import Phases, key_of
 from torchtitan_ext.errors import LostRankError, warn
 
 _ASKING = "ranks agreed whether the error of an earlier save was seen"
@@ -48,9 +46,8 @@ class SaveFuture(Future[Any]):
             del self
 
 
-# Per group the last save that failed; only the operation whose turn it is on a group changes its own.
-_failed: WeakKeyDictionary[dist.ProcessGroup, tuple[SaveFuture, BaseException]] = WeakKeyDictionary()
-_failed_alone: list[tuple[SaveFuture, BaseException]] = []
+# By ``key_of`` a group the last save that failed; only the operation whose turn it is on a group changes its own.
+_failed: WeakKeyDictionary[object, tuple[SaveFuture, BaseException]] = WeakKeyDictionary()
 # Of all groups, those that are gone too.
 _unasked: dict[SaveFuture, BaseException] = {}
 
@@ -58,10 +55,7 @@ _unasked: dict[SaveFuture, BaseException] = {}
 def note_failure(phases: Phases, future: SaveFuture, error: BaseException) -> None:
     """Keeps the error of a save until it is asked for. Every rank calls it, while it is the save's turn."""
     _unasked[future] = error
-    if phases.group is None:
-        _failed_alone[:] = [(future, error)]
-    else:
-        _failed[phases.group] = future, error
+    _failed[key_of(phases.group)] = future, error
 
 
 def raise_unasked(phases: Phases) -> None:
@@ -72,8 +66,7 @@ def raise_unasked(phases: Phases) -> None:
     Raises:
         BaseException: What the save raised.
     """
-    group = phases.group
-    found = (_failed_alone.pop() if _failed_alone else None) if group is None else _failed.pop(group, None)
+    found = _failed.pop(key_of(phases.group), None)
     for future in [future for future in _unasked if future.was_asked]:
         del _unasked[future]
     if found is None:

@@ -9,12 +9,6 @@ from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.storage import FileReader
 
 
-def leave_blocks(readers: Sequence[FileReader], phases: Phases) -> None:
-    """From now on a rank leaves blocks of which it reads little to ``verify_blocks``. Not collective."""
-    for reader in readers:
-        reader.leaves_blocks = phases.size > 1
-
-
 def verify_blocks(readers: Sequence[FileReader], phases: Phases, *, doing: str, undefined: tuple[str, ...]) -> None:
     """Verifies the blocks that ranks have touched and none has verified; each is read by one rank. Collective.
 

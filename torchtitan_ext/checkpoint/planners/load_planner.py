@@ -62,7 +62,15 @@ from torchtitan_ext.checkpoint.tables.key_table import (
     lies_in_local,
 )
 from torchtitan_ext.checkpoint.tables.tied_keys import tied_keys
-from torchtitan_ext.errors import CheckpointReadError, DamagedValueError, check_argument, named, refusal, warn
+from torchtitan_ext.errors import (
+    CheckpointReadError,
+    DamagedValueError,
+    check_argument,
+    check_choice,
+    named,
+    refusal,
+    warn,
+)
 from torchtitan_ext.layout.dtensor import box_of, local_tensor
 from torchtitan_ext.layout.layout import LayoutRules, ShardOrder, Steps
 from torchtitan_ext.state.nested import FlatStateDict, Path, materialize_meta, on_devices_of, set_value
@@ -109,6 +117,8 @@ class LoadPlanner(DefaultLoadPlanner):
 
     Attributes:
         rules: The policy and the source, as one.
+        layouts: The sharding orders that the user states.
+        wanted: The entries that this rank reads, from step 2 on, as they were saved, by keys of the state dict.
         report: What the load does, from step 4 on and after ``tte.load``, on every rank; ``None`` where DCP's own load
             is called without a policy.
 
@@ -135,12 +145,11 @@ class LoadPlanner(DefaultLoadPlanner):
     ) -> None:
         check_rules("LoadPlanner", policy)
         check_argument("LoadPlanner", "source", source, (Source, type(None)), "a Source, such as Source(rename=...)")
-        if cast not in ("exact", "allow", "forbid"):
-            raise ValueError(f"LoadPlanner: got cast={cast!r}, expected 'exact', 'allow' or 'forbid'")
+        check_choice("LoadPlanner", "cast", cast, CastPolicy)
         if isinstance(allow_unclaimed, str):
             raise ValueError(f"LoadPlanner: got allow_unclaimed={allow_unclaimed!r}, expected a list of globs")
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
-        self._layouts = LayoutRules(layouts)
+        self.layouts = LayoutRules(layouts)
         self._cast = cast
         self._allow_unclaimed = tuple(allow_unclaimed)
         check_classes("LoadPlanner", allow_classes)
@@ -157,8 +166,8 @@ class LoadPlanner(DefaultLoadPlanner):
         self._places: dict[str, Path] = {}
         self._is_set_up = False
         self._shows_items = False
-        self._table = KeyTable({})
-        self._encoded: EncodedTable = encode_table(self._table)
+        self.wanted = KeyTable({})
+        self._encoded: EncodedTable = encode_table(self.wanted)
         self._saved_chunks = SavedChunks()
         self._saved_names: dict[str, str] = {}
         self._numbers: dict[str, type] = {}
@@ -166,16 +175,6 @@ class LoadPlanner(DefaultLoadPlanner):
         self._values_read: dict[str, Any] = {}
         self._values_due: set[str] = set()
         self._refused: dict[str, NotPlain] = {}
-
-    @property
-    def wanted(self) -> KeyTable:
-        """The entries that this rank reads, from step 2 on, as they were saved, by keys of the state dict."""
-        return self._table
-
-    @property
-    def layouts(self) -> LayoutRules:
-        """The sharding orders that the user states."""
-        return self._layouts
 
     def loaded_values(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The values of a state dict, as components give it after the load, by the flat keys of this planner.
@@ -251,7 +250,7 @@ class LoadPlanner(DefaultLoadPlanner):
         if is_cover_checked:
             found += cover_problems(agreement, joint.wanted, self.metadata, self._saved_chunks)
         found += storage_problems(self.metadata, set(joint.wanted.values()))
-        problems, warned, report = review(joint, agreement, self._layouts, self._allow_unclaimed, found)
+        problems, warned, report = review(joint, agreement, self.layouts, self._allow_unclaimed, found)
         if problems:
             raise refusal("load", problems, report)
         for text in warned:
@@ -269,7 +268,7 @@ class LoadPlanner(DefaultLoadPlanner):
         if central_plan.items != shown:
             items = followed_items(self, shown, central_plan.items, items)
         elif not decision.is_cover_checked:
-            problems = unread_problems(self._table, reads)
+            problems = unread_problems(self.wanted, reads)
             if problems:
                 raise refusal("load", problems)
         self.report = decision.report
@@ -305,12 +304,12 @@ class LoadPlanner(DefaultLoadPlanner):
 
         ``finish_plan`` calls it; with ``values_first`` ``tte.load`` does, after all ranks have read their values.
         """
-        materialize_meta(self.original_state_dict, self.state_dict, self._places, self._table.entries)
+        materialize_meta(self.original_state_dict, self.state_dict, self._places, self.wanted.entries)
         for fqn, first in self._tied.items():
             if self.state_dict[fqn].is_meta:
                 self.state_dict[fqn] = self.state_dict[first]
                 set_value(self.original_state_dict, self._places[fqn], self.state_dict[first])
-        self._bump_versions(fqn for fqn, entry in self._table.entries.items() if not isinstance(entry, ObjectEntry))
+        self._bump_versions(fqn for fqn, entry in self.wanted.entries.items() if not isinstance(entry, ObjectEntry))
         self._bump_versions(self._tied)
         for fqn, value in self._values_read.items():
             self._place(fqn, value)
@@ -334,7 +333,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """The local tensor at an index. Subclasses may replace it, as in stock."""
-        entry = self._table.entries.get(index.fqn)  # ``None`` where storage makes a plan of its own
+        entry = self.wanted.entries.get(index.fqn)  # ``None`` where storage makes a plan of its own
         if not lies_in_local(entry):
             return find_state_dict_object(self.state_dict, index)
         return local_tensor(self.state_dict[index.fqn])
@@ -351,7 +350,7 @@ class LoadPlanner(DefaultLoadPlanner):
             not_ours = KeyTable({}, problems=(not_set_up(self, "state_dict, metadata, is_coordinator"),))
             return ReadRequest(encode_table(not_ours).message, "")
         rules = for_components(self.rules, self.original_state_dict)
-        table = describe_state(self.state_dict, {}, self._layouts)
+        table = describe_state(self.state_dict, {}, self.layouts)
         fitted = fit_targets(self.state_dict, table, self.metadata, rules, self._cast)
         self._saved_names = fitted.saved_names
         self._numbers = {fqn: type(self.state_dict[fqn]) for fqn in fitted.numbers}
@@ -363,8 +362,8 @@ class LoadPlanner(DefaultLoadPlanner):
             problems += no_place(self, [fqn for fqn in put if fqn not in self._places])
         wanted_table = KeyTable(entries=fitted.wanted, layouts=table.layouts, wrappers=table.wrappers)
         problems += uncuttable_wrappers(self.state_dict, wanted_table, self._chunk_list)
-        self._table = dataclasses.replace(wanted_table, problems=tuple(problems))
-        self._encoded = encode_table(self._table)
+        self.wanted = dataclasses.replace(wanted_table, problems=tuple(problems))
+        self._encoded = encode_table(self.wanted)
         absent = {fqn: table.entries[fqn] for fqn in fitted.missing if fqn in self._places}
         self._tied = tied_keys(self.state_dict, {**fitted.wanted, **absent}, fitted.wanted) if absent else {}
         self._tied = {fqn: first for fqn, first in self._tied.items() if fqn in absent}
@@ -411,7 +410,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return on_devices_of(target, loaded)
 
     def _reads(self, decided: Mapping[str, Steps]) -> _core.Reads:
-        entries = dict(self._table.entries)
+        entries = dict(self.wanted.entries)
         return _core.find_reads(
             self._encoded.names, entries, self._saved_names, self._chunk_list, dict(decided), torch.Size
         )

@@ -11,13 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.tables.agreement import (
-    Agreement,
-    as_rank_table,
-    dtype_named,
-    reading_from,
-)
-from torchtitan_ext.checkpoint.tables.key_table import KeyTable, RankTable, unpack
+from torchtitan_ext.checkpoint.tables.agreement import Agreement, dtype_named, reading_from
+from torchtitan_ext.checkpoint.tables.key_table import RankTable, unpack
 from torchtitan_ext.errors import Problem
 from torchtitan_ext.state.value_digest import shown
 
@@ -39,7 +34,7 @@ class ReplicaComparison:
     equal: list[int]
 
 
-def compare_replicas(tables: Sequence[KeyTable | RankTable], agreement: Agreement) -> ReplicaComparison:
+def compare_replicas(tables: Sequence[RankTable], agreement: Agreement) -> ReplicaComparison:
     """Compares what should be equal on several ranks, as far as the digests of their tables tell.
 
     Args:
@@ -54,10 +49,10 @@ def compare_replicas(tables: Sequence[KeyTable | RankTable], agreement: Agreemen
     )
 
 
-def _read_digests(tables: Sequence[KeyTable | RankTable], agreement: Agreement) -> _core.ReplicaDigests:
+def _read_digests(tables: Sequence[RankTable], agreement: Agreement) -> _core.ReplicaDigests:
     digests = _core.ReplicaDigests(agreement.world)
     number_of = cache(lambda section, packed: digests.add_message(section, unpack(packed)))
-    for rank, (table, sections) in enumerate(zip(map(as_rank_table, tables), agreement.sections, strict=True)):
+    for rank, (table, sections) in enumerate(zip(tables, agreement.sections, strict=True)):
         with reading_from(rank):
             messages = [number_of(section, packed) for section, packed in zip(sections, table.digests, strict=True)]
             digests.add_rank(messages)

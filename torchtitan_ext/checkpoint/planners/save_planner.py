@@ -55,7 +55,7 @@ from torchtitan_ext.checkpoint.tables.key_table import (
 )
 from torchtitan_ext.checkpoint.tables.tied_keys import tied_keys
 from torchtitan_ext.dcp_private import ShardedTensor, flatten_sharded_tensors
-from torchtitan_ext.errors import MAX_NAMED, Problem, StateRefusedError, listed, named, refusal, warn
+from torchtitan_ext.errors import MAX_NAMED, Problem, StateRefusedError, check_choice, listed, named, refusal, warn
 from torchtitan_ext.layout.dtensor import box_of, local_tensor
 from torchtitan_ext.layout.layout import Box, LayoutRules, ShardOrder, num_elements
 from torchtitan_ext.ranks.exchange import scope_ranks
@@ -69,6 +69,9 @@ from torchtitan_ext.storage.weights.layout import dtype_problems, name_problems,
 from torchtitan_ext.storage.weights.writer import StagedWeights, WeightsMeta
 
 logger = logging.getLogger(__name__)
+
+Replicas = Literal["error", "strict", "warn", "first"]
+"""What to do when replicas differ."""
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -117,13 +120,12 @@ class SavePlanner(DefaultSavePlanner):
         enable_plan_caching: bool = False,
         *,
         layouts: Mapping[str, ShardOrder] | None = None,
-        replicas: Literal["error", "strict", "warn", "first"] = "error",
+        replicas: Replicas = "error",
         hash_replicas: bool = False,
     ) -> None:
         if dedup_replicated_tensors is not None:
             logger.warning("SavePlanner: dedup_replicated_tensors is deprecated and has no effect; remove the argument")
-        if replicas not in ("error", "strict", "warn", "first"):
-            raise ValueError(f"SavePlanner: got replicas={replicas!r}, expected 'error', 'strict', 'warn' or 'first'")
+        check_choice("SavePlanner", "replicas", replicas, Replicas)
         super().__init__(
             flatten_state_dict,
             flatten_sharded_tensors,
@@ -216,17 +218,13 @@ class SavePlanner(DefaultSavePlanner):
             return self.global_plan, self.metadata
         token = f"{plan_cache.CACHE_PREFIX}{uuid.uuid4().hex}"
         plan = self._plan_writes(agreement, tables, compared)
-        decisions = _decisions(agreement, plan, token)
         self.metadata = Metadata(metadata_entries(agreement, plan))
         if self.flatten_state_dict:
             self.metadata.planner_data = metadata_paths(agreement, tables)
             if needs_all_ranks:
                 # A key of the state dict with this name has priority.
                 self.metadata.planner_data.setdefault(WORLD_KEY, world_record(agreement.ranks_and_meshes()))
-        self.global_plan = [
-            dataclasses.replace(plan, planner_data=decision, usable=True)
-            for plan, decision in zip(all_plans, decisions, strict=True)
-        ]
+        known_tokens: frozenset[str] = frozenset()
         if self._enable_plan_caching:
             known = plan_cache.KnownPlan(
                 [dataclasses.replace(table, digests=()) for table in tables],
@@ -239,10 +237,15 @@ class SavePlanner(DefaultSavePlanner):
             plan_cache.remember(StockSavePlanner._cached_all_plans, token, known)
             plan_cache.remember(StockSavePlanner._cached_metadata, token, dataclasses.replace(self.metadata))
             known_tokens = frozenset(plan_cache.own_keys(StockSavePlanner._cached_all_plans))
-            self.global_plan = [
-                dataclasses.replace(one, planner_data=dataclasses.replace(one.planner_data, known_tokens=known_tokens))
-                for one in self.global_plan
-            ]
+        several_boxes = [agreement.names[key] for key in plan.keys_of_several_boxes()[:MAX_NAMED]]
+        self.global_plan = [
+            dataclasses.replace(
+                one,
+                planner_data=WriteDecision(plan.decision(rank), token, rank, several_boxes, known_tokens),
+                usable=True,
+            )
+            for rank, one in enumerate(all_plans)
+        ]
         return self.global_plan, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -385,11 +388,6 @@ class SavePlanner(DefaultSavePlanner):
         may_divide = not any(table.keeps_shards for table in tables)
         is_lowest = self.dedup_save_to_lowest_rank
         return _core.WritePlan(agreement.world, is_lowest, lowest, hosts, compared.equal, may_divide)
-
-
-def _decisions(agreement: Agreement, plan: _core.WritePlan, token: str) -> list[WriteDecision]:
-    several_boxes = [agreement.names[key] for key in plan.keys_of_several_boxes()[:MAX_NAMED]]
-    return [WriteDecision(plan.decision(rank), token, rank, several_boxes) for rank in range(agreement.world.num_ranks)]
 
 
 def _without_tied(values: Mapping[str, Any], table: KeyTable) -> KeyTable:

@@ -15,7 +15,6 @@ from dataclasses import replace
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torchtitan_ext.checkpoint.rules.load_rules import MODEL, ComponentPlan, JointRequest, component_of
-from torchtitan_ext.checkpoint.rules.param_groups import find_option_gaps
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source
 from torchtitan_ext.checkpoint.tables.agreement import Agreement, unused_layouts
 from torchtitan_ext.checkpoint.tables.component import PER_RANK, family_of, how_to_divide
@@ -190,23 +189,6 @@ def unexpected_keys(joint: JointRequest, components: Mapping[str, ComponentPlan]
         if policy.key_action(own_name, name) not in ("omit", "reset"):
             unexpected.append(own_name)
     return unexpected
-
-
-def unclaimed_entries(joint: JointRequest, allowed: Collection[str]) -> tuple[list[Problem], list[str]]:
-    """What a load without a policy leaves of the entries of its state dict: saved keys that nothing asks for.
-
-    Saved entries that are not in the state dict at all are neither: to load a part of a checkpoint is fine.
-
-    Returns:
-        A problem for each optimizer that would lose all its state; and per other component a warning.
-    """
-    unclaimed = unexpected_keys(joint, joint.components, ElasticPolicy(dict.fromkeys(allowed, "omit")))
-    if not unclaimed:
-        return [], []
-    problems, unclaimed = fresh_optimizers(unclaimed, joint.wanted, "LoadPlanner(source=Source(exclude=[{glob!r}]))")
-    dropped = find_option_gaps([*joint.wanted, *unclaimed], joint.wanted).dropped
-    unclaimed = [fqn for fqn in unclaimed if fqn not in dropped]
-    return problems, unexpected_warnings(unclaimed, joint.wanted, joint.components)
 
 
 def unexpected_warnings(

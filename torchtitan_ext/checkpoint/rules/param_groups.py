@@ -8,11 +8,10 @@ every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torchtitan_ext import _core
 from torchtitan_ext.errors import named
 
 GroupNoteKind = Literal["filled", "kept", "dropped", "new", "removed", "frozen", "unfrozen", "problem"]
@@ -128,42 +127,6 @@ def find_moved(saved: Sequence[Mapping[str, Any]], current: Sequence[Mapping[str
         for groups in (saved, current)
     ]
     return [name for name, number in ids[1].items() if ids[0].get(name, number) != number]
-
-
-@dataclass(frozen=True)
-class OptionGaps:
-    """The wanted optimizer keys that a checkpoint of the flat form lacks.
-
-    Attributes:
-        fillable: Wanted options that no saved parameter has (newer torch, other optimizer): they may keep their value.
-        missing: Wanted keys, by fqn, of parameters without any saved key (frozen or absent at the save).
-        incomplete: Other wanted keys that are missing, though the checkpoint knows the parameter.
-        dropped: Saved options that no parameter wants.
-    """
-
-    fillable: tuple[str, ...]
-    missing: Mapping[str, tuple[str, ...]]
-    incomplete: tuple[str, ...]
-    dropped: tuple[str, ...]
-
-
-def find_option_gaps(saved_keys: Iterable[str], wanted_keys: Iterable[str]) -> OptionGaps:
-    """Sorts the keys that a flat optimizer state dict wants and a checkpoint lacks.
-
-    The flat form has ``param_groups.<fqn>.<option>`` and ``state.<fqn>.<name>``, maybe behind a prefix such as
-    ``optimizer.``: ``flatten_optimizer_state_dict=True`` of torch and torchtitan's ``OptimizersContainer``. Other keys
-    are ignored.
-
-    Args:
-        saved_keys: All flat keys of the checkpoint.
-        wanted_keys: All flat keys of the state dict to be loaded into.
-
-    Example:
-        >>> find_option_gaps(["param_groups.w.lr"], ["param_groups.w.lr", "param_groups.w.fused"]).fillable
-        ('param_groups.w.fused',)
-    """
-    gaps = _core.find_option_gaps(saved_keys, wanted_keys)
-    return OptionGaps(gaps.fillable, gaps.missing, gaps.incomplete, gaps.dropped)
 
 
 def _positions_in_doubt(saved: Sequence[Mapping[str, Any]], current: Sequence[Mapping[str, Any]]) -> str:

@@ -16,6 +16,7 @@ from typing import Literal
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from torchtitan_ext._core import find_option_gaps
 from torchtitan_ext.checkpoint.rules.data_positions import position_problems
 from torchtitan_ext.checkpoint.rules.load_rules import MODEL, UNTOUCHED, ComponentPlan, JointRequest, component_of
 from torchtitan_ext.checkpoint.rules.missing_keys import (
@@ -26,15 +27,13 @@ from torchtitan_ext.checkpoint.rules.missing_keys import (
     misspelt_layouts,
     name_problems,
     nothing_matches,
-    unclaimed_entries,
     unexpected_keys,
     unexpected_problems,
     unexpected_warnings,
     unused_filters,
     unused_names,
 )
-from torchtitan_ext.checkpoint.rules.param_groups import find_option_gaps
-from torchtitan_ext.checkpoint.rules.policy import Action, ElasticPolicy
+from torchtitan_ext.checkpoint.rules.policy import BY_DEFAULT, Action, ElasticPolicy
 from torchtitan_ext.checkpoint.tables.agreement import Agreement
 from torchtitan_ext.checkpoint.tables.component import PER_RANK, World, saved_world, unclaimed_problems
 from torchtitan_ext.errors import Problem, differing, named
@@ -208,12 +207,8 @@ def review(
         *misspelt_layouts(joint, agreement, layouts),
         *filter_problems,
     ]
-    if joint.rules.policy is None:
-        unclaimed, left_out = unclaimed_entries(joint, allow_unclaimed)
-        problems += [*missing_problems(joint.missing, metadata, num_ranks, joint.advice), *unclaimed]
-        return list(dict.fromkeys(problems)), warned + left_out, None
-    report, of_unexpected = build_report(joint, joint.rules.policy, new, problems, allow_unclaimed)
-    return list(report.problems), warned + of_unexpected, report
+    report, of_unexpected = build_report(joint, joint.rules.policy or BY_DEFAULT, new, problems, allow_unclaimed)
+    return list(report.problems), warned + of_unexpected, None if joint.rules.policy is None else report
 
 
 def build_report(
@@ -232,7 +227,8 @@ def build_report(
     is_read = is_read_before(components)
     own = [fqn for fqn in left if source.saved_name(fqn) in saved]
     gaps = find_option_gaps((source.own_name(fqn) for fqn in saved if not is_read(fqn)), [*wanted, *absent, *own])
-    settled = {*gaps.fillable, *gaps.dropped}
+    is_asked_for = joint.rules.policy is not None  # else stock's rule: nothing that is missing keeps its value
+    settled = {*gaps.dropped, *(gaps.fillable if is_asked_for else ())}
     missing = [fqn for fqn in absent if fqn not in settled]
     loaded = Counter(
         component_of(fqn, components, is_tensor=isinstance(saved.get(name), TensorStorageMetadata))
@@ -257,7 +253,11 @@ def build_report(
         problems += missing_problems(missing, joint.metadata, new.size, joint.advice)
     if policy.unexpected == "error" or only_warns:
         asked = [*wanted, *absent, *chain(*options.values())]
-        of_optimizers, others = fresh_optimizers(unexpected, asked, "policy=ElasticPolicy({{{glob!r}: 'omit'}})")
+        by_source, by_policy = (
+            "LoadPlanner(source=Source(exclude=[{glob!r}]))",
+            "policy=ElasticPolicy({{{glob!r}: 'omit'}})",
+        )
+        of_optimizers, others = fresh_optimizers(unexpected, asked, by_policy if is_asked_for else by_source)
         problems += of_optimizers
         if only_warns:
             warned = unexpected_warnings(others, wanted, components)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -18,17 +17,9 @@ from torchtitan_ext import ops
 from torchtitan_ext.checkpoint.staging.child_process import ChildProcess
 from torchtitan_ext.checkpoint.staging.copies import StateMemory
 from torchtitan_ext.checkpoint.staging.host_buffers import HostBuffer, HostBuffers
-from torchtitan_ext.errors import WrongValueError
+from torchtitan_ext.errors import WrongValueError, value_error
 from torchtitan_ext.op_library import call
 from torchtitan_ext.state.host_copies import flatten_to_host_
-
-
-@dataclass(frozen=True)
-class StagedCopies:
-    """Contiguous copies of some tensors, and the buffer in which they lie, aligned as by ``ops.flatten_into_``."""
-
-    tensors: list[torch.Tensor]
-    buffer: HostBuffer | None
 
 
 class CpuStager(AsyncStager):
@@ -62,13 +53,17 @@ class CpuStager(AsyncStager):
         process: bool = False,
     ) -> None:
         if host_memory_bytes is not None and host_memory_bytes < 0:
-            raise _wrong_value("host_memory_bytes", host_memory_bytes, "a number of bytes, or None for no limit")
+            raise value_error(
+                "CpuStager", "host_memory_bytes", host_memory_bytes, "a number of bytes, or None for no limit"
+            )
         if pin_memory not in (True, False, "auto"):
-            raise _wrong_value("pin_memory", pin_memory, 'True, False or "auto"')
+            raise value_error("CpuStager", "pin_memory", pin_memory, 'True, False or "auto"')
         if num_buffers < 1:
-            raise _wrong_value("num_buffers", num_buffers, "at least 1")
+            raise value_error("CpuStager", "num_buffers", num_buffers, "at least 1")
         if process and host_memory_bytes is not None:
-            raise _wrong_value("host_memory_bytes", host_memory_bytes, "None: a process writes nothing in portions")
+            raise value_error(
+                "CpuStager", "host_memory_bytes", host_memory_bytes, "None: a process writes nothing in portions"
+            )
         is_pinned = torch.accelerator.is_available() if pin_memory == "auto" else pin_memory
         self.host_memory_bytes = host_memory_bytes
         self.process = process
@@ -93,20 +88,21 @@ class CpuStager(AsyncStager):
                 f"CpuStager: the state needs {num_bytes} bytes of host memory and host_memory_bytes is "
                 f"{self.host_memory_bytes}; only tte.async_save writes a larger state, the rest of it before it returns"
             )
-        return memory.around(self.copy(memory.tensors).tensors)
+        copies, _ = self.copy(memory.tensors)
+        return memory.around(copies)
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether a state of so many bytes may be copied as a whole."""
         return self.host_memory_bytes is None or num_bytes <= self.host_memory_bytes
 
     @torch.no_grad()
-    def copy(self, tensors: Sequence[torch.Tensor]) -> StagedCopies:
-        """Copies of plain tensors, side by side in one of the buffers."""
+    def copy(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], HostBuffer | None]:
+        """Contiguous copies of plain tensors, and the buffer in which they lie, aligned as by ``ops.flatten_into_``."""
         if not tensors:
-            return StagedCopies([], None)
+            return [], None
         buffer = self._buffers.take(flat_bytes(tensors))
         flatten_to_host_(tensors, buffer.memory)
-        return StagedCopies(tensors_in(buffer.memory, tensors), buffer)
+        return tensors_in(buffer.memory, tensors), buffer
 
     def synchronize_staging(self) -> None:
         """Nothing to wait for: ``stage`` returns when the copy is complete."""
@@ -144,7 +140,3 @@ def tensors_in(memory: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch
 def flat_bytes(tensors: Sequence[torch.Tensor]) -> int:
     """At least the size of the flat buffer of the tensors."""
     return sum(tensor.nbytes for tensor in tensors) + ops.DEFAULT_ALIGNMENT * len(tensors)
-
-
-def _wrong_value(argument: str, got: object, expected: str) -> WrongValueError:
-    return WrongValueError(f"CpuStager: got {argument}={got!r}, expected {expected}")

@@ -15,7 +15,7 @@ import torch
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.tables.component import World
-from torchtitan_ext.checkpoint.tables.key_table import KeyTable, RankTable, encode_table, unpack
+from torchtitan_ext.checkpoint.tables.key_table import RankTable, unpack
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.layout.layout import key_problem, unused_problem
 
@@ -55,7 +55,7 @@ class Agreement:
         return World(self.world.num_ranks, self.world.axes())
 
 
-def agree(tables: Sequence[KeyTable | RankTable], *, needs_all_ranks: bool) -> Agreement:
+def agree(tables: Sequence[RankTable], *, needs_all_ranks: bool) -> Agreement:
     """Puts the tables of all ranks together, given in rank order.
 
     With ``needs_all_ranks`` each rank of a tensor's mesh must be among the tables, as a save writes the tensor from
@@ -69,7 +69,7 @@ def agree(tables: Sequence[KeyTable | RankTable], *, needs_all_ranks: bool) -> A
     number_of = cache(lambda place, packed: world.add_section(unpack(packed)))
     sections: list[list[int]] = []
     problems: list[Problem] = []
-    for rank, table in enumerate(map(as_rank_table, tables)):
+    for rank, table in enumerate(tables):
         with reading_from(rank):
             numbers = [number_of(place, packed) for place, packed in enumerate(table.sections)]
             world.add_rank(numbers, unpack(table.part))
@@ -78,11 +78,6 @@ def agree(tables: Sequence[KeyTable | RankTable], *, needs_all_ranks: bool) -> A
     with reading_from(None):
         world.agree(needs_all_ranks)
         return Agreement(world, sections, problems)
-
-
-def as_rank_table(table: KeyTable | RankTable) -> RankTable:
-    """The table as it travels."""
-    return encode_table(table).message if isinstance(table, KeyTable) else table
 
 
 def unused_layouts(tables: Iterable[RankTable], agreement: Agreement, fqns: Collection[str]) -> list[Problem]:

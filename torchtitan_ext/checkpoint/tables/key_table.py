@@ -44,9 +44,6 @@ SMALL_TENSOR_BYTES = 64 * 1024
 # What one packed message may become: a few bytes of zlib can promise a gigabyte.
 _MAX_UNPACKED_BYTES = 1 << 28
 
-# Below this the bytes of an empty zlib stream are not earned back.
-_MIN_PACKED_BYTES = 100
-
 
 @dataclass(frozen=True)
 class TensorEntry:
@@ -309,23 +306,15 @@ def number_hosts(hosts: Sequence[bytes]) -> list[int]:
 
 
 def pack(data: bytes) -> bytes:
-    """Compressed, where that makes it smaller."""
-    if len(data) >= _MIN_PACKED_BYTES:
-        packed = zlib.compress(data, 9)
-        if len(packed) < len(data):
-            return b"z" + packed
-    return b"r" + data
+    """Compressed."""
+    return zlib.compress(data, 9)
 
 
 def unpack(data: bytes) -> bytes:
     """What was packed. Raises ValueError for bytes that were not, or that become too many."""
-    if data[:1] == b"r":
-        return data[1:]
-    if data[:1] != b"z":
-        raise ValueError(f"packed bytes begin with {data[:1]!r}, expected b'r' or b'z'")
     stream = zlib.decompressobj()
     try:
-        unpacked = stream.decompress(data[1:], _MAX_UNPACKED_BYTES)
+        unpacked = stream.decompress(data, _MAX_UNPACKED_BYTES)
     except zlib.error as error:
         raise ValueError(f"packed bytes are broken: {error}") from None
     if not stream.eof or stream.unused_data:

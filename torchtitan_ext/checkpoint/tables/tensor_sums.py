@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -28,14 +28,6 @@ from torchtitan_ext.state.value_digest import fetch_sums, sum_box, sum_shard
 _BOXES = "boxes"  # the replica of every tensor that describes its own boxes
 
 
-class HeldBox(NamedTuple):
-    """A box of a global tensor that a rank holds, and its elements, dense."""
-
-    replica: str
-    offsets: tuple[int, ...]
-    elements: Tensor
-
-
 class TensorSummer:
     """Sums tensors of one rank."""
 
@@ -53,9 +45,8 @@ class TensorSummer:
             local = local_tensor(value)
             dtype, sums[None] = local.dtype, sum_shard(dense_values(local), shard_of(entry.report, steps), shape)
         else:
-            for box, local in zip(entry.boxes, box_tensors(value, entry), strict=True):
-                if local.numel() > 0:
-                    sums[box] = sum_box(dense_values(local), box[0], shape)
+            for offsets, elements in held_boxes(value, entry, steps):
+                sums[offsets, tuple(elements.shape)] = sum_box(elements, offsets, shape)
         self._sums[fqn] = sums
         self._kinds[fqn] = {"dtype": str(dtype), "shape": shape, "replica": self.replica_of(entry)}
 
@@ -66,17 +57,6 @@ class TensorSummer:
         for fqn, sums in self._sums.items():
             table.add_key(fqn, {box: numbers[fqn, box] for box in sums}, **self._kinds[fqn])
         return table
-
-    def held_boxes(self, value: Tensor, entry: TensorEntry | BoxesEntry, steps: Steps | None) -> Iterator[HeldBox]:
-        """What the rank holds of one tensor, box by box; boxes without elements are left out."""
-        if isinstance(entry, TensorEntry):
-            local, replica = dense_values(local_tensor(value)), self.replica_of(entry)
-            for chunk in shard_of(entry.report, steps).chunks:
-                yield HeldBox(replica, chunk.offsets, local_view(local, chunk.local_offsets, chunk.sizes))
-            return
-        for box, local in zip(entry.boxes, box_tensors(value, entry), strict=True):
-            if local.numel() > 0:
-                yield HeldBox(_BOXES, box[0], dense_values(local))
 
     def replica_of(self, entry: TensorEntry | BoxesEntry) -> str:
         """Equal on all ranks that hold parts of one replica; empty for a plain tensor."""
@@ -90,6 +70,20 @@ class TensorSummer:
             self._mesh_names[id(mesh)] = hashlib.blake2b(repr(mesh).encode(), digest_size=16).hexdigest()
         place = tuple(index for index, (dim, _) in zip(report.coordinate, report.placements, strict=True) if dim < 0)
         return f"{self._mesh_names[id(mesh)]} {report.placements} {place}"
+
+
+def held_boxes(
+    value: Tensor, entry: TensorEntry | BoxesEntry, steps: Steps | None
+) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """What a rank holds of one tensor: the offsets of each box with elements, and these, dense."""
+    if isinstance(entry, TensorEntry):
+        local = dense_values(local_tensor(value))
+        for chunk in shard_of(entry.report, steps).chunks:
+            yield chunk.offsets, local_view(local, chunk.local_offsets, chunk.sizes)
+        return
+    for (offsets, _), local in zip(entry.boxes, box_tensors(value, entry), strict=True):
+        if local.numel() > 0:
+            yield offsets, dense_values(local)
 
 
 def describe_tensors(
