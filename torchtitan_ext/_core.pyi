@@ -926,11 +926,6 @@ def resolve_transform(
 ) -> ResolvedTransform:
     """Sources are names, dtypes (empty for values that are no tensors) and shapes."""
 
-class WantedReads:
-    def __init__(self) -> None: ...
-    def add(self, items: Sequence[Any], tag_of: Sequence[int], keys: Mapping[str, int]) -> None: ...
-    def message(self, tags: Sequence[tuple[str, str, int, bool, bool]]) -> bytes: ...
-
 class SharePlan:
     wanted_bytes: int
     repeated_bytes: int
@@ -944,27 +939,29 @@ class SharePlan:
     def assign(self, sample: Sequence[float], most_rounds: int) -> None: ...
     def part_message(self, rank: int) -> bytes: ...
 
-class PartColumns:
-    items: list[int]
-    types: list[Any]
-    dest_indices: list[Any]
-    dest_offsets: list[Any]
-    storage_indices: list[Any]
-    storage_offsets: list[Any]
-    lengths: list[Any]
+class ItemsToRead:
+    items: list[list[Any]]
+    num_bytes: int
 
 class SharedExchange:
-    sources: list[int]
-    targets: list[int]
-    sends: bytes
-    receives: bytes
+    sources: list[tuple[int, Any]]
+    targets: list[tuple[int, Any]]
+    sends: npt.NDArray[np.int64]
+    receives: npt.NDArray[np.int64]
 
-class SharedPart:
+class RankReads:
+    """What one rank reads of the tensors of several checkpoints; see csrc/bindings/shared_reads.cpp."""
+
+    items: list[list[Any]]
+    num_bytes: int
+    own_bytes: int
     num_rounds: int
-    items: list[int]
-    def __init__(self, message: bytes) -> None: ...
-    def reads(self, round: int, items: Sequence[Any], size_class: type) -> PartColumns: ...
-    def receives(self, round: int, items: Sequence[Any], size_class: type) -> PartColumns: ...
+    shared_items: list[int]
+    def __init__(self, items: Sequence[Sequence[Any]], metadata: Sequence[Mapping[str, Any]]) -> None: ...
+    def take(self, num_bytes: int, can_cut: Sequence[bool]) -> ItemsToRead: ...
+    def wanted(self, tag_of: Sequence[tuple[str, str, int, bool, bool] | None]) -> bytes: ...
+    def share(self, message: bytes, num_sample_rounds: int) -> None: ...
+    def reads(self, rounds: Sequence[int], is_shared: bool) -> ItemsToRead: ...
     def exchange(self, round: int, device: int) -> SharedExchange: ...
 
 class IndexOrder:

@@ -89,6 +89,12 @@ def bump_version_of(name: str, *arguments: int) -> None:
     _library.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
 
 
+def register_in_place(name: str, *arguments: int) -> None:
+    """The fake kernel of an op that gives nothing, and its version bump, as ``bump_version_of``."""
+    register_fake(name)(lambda *args: None)
+    bump_version_of(name, *arguments)
+
+
 def register_fake(name: str) -> Callable[[Kernel], Kernel]:
     """Decorates the fake kernel of an op.
 

@@ -1,15 +1,20 @@
-// Shared reads for Python: read items as boxes, and parts of them as the columns of read items. Like core.cpp it decides
-// nothing.
+// Shared reads for Python: the read items of one rank, whole or in parts, as others want them too and as rounds read and
+// exchange them. What goes where is decided in core/shared_reads.h.
 #include "bindings/shared_reads.h"
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <limits>
+#include <map>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "bindings/arrays.h"
 #include "bindings/convert.h"
 #include "core/check.h"
 #include "core/shared_reads.h"
@@ -25,35 +30,204 @@ using core::WantedRead;
 
 namespace {
 
-// The read items of one rank that others may want too, of one checkpoint after the other.
-class WantedReads {
+// Read items, per checkpoint.
+struct ItemsToRead {
+  std::vector<py::list> items;
+  int64_t num_bytes = 0;
+};
+
+// The arguments of ops.exchange_runs_; its tensors are those of items, each beside the position of its checkpoint.
+struct Exchange {
+  py::list sources, targets;
+  Array<int64_t> sends, receives;
+};
+
+// What one rank reads of the tensors of several checkpoints.
+class RankReads {
  public:
-  // Args:
-  //   tag_of: per item the position of its tag, or -1 if nobody else gets it;
-  //   keys: the numbers of saved keys.
-  void add(const py::list& items, const std::vector<int64_t>& tag_of, const py::dict& keys) {
-    TTE_CHECK(tag_of.size() == items.size(), "WantedReads", "got ", tag_of.size(), " tags of ", items.size(), " items");
-    for (size_t position = 0; position < items.size(); ++position, ++num_items_) {
-      if (tag_of[position] < 0) continue;
-      const py::handle item = items[position];
-      const py::object index = item.attr("storage_index");
-      reads_.push_back({num_items_, static_cast<uint64_t>(tag_of[position]), keys[index.attr("fqn")].cast<uint64_t>(),
-                        index.attr("index").cast<uint64_t>(), item.attr("storage_offsets").cast<Sizes>(),
-                        item.attr("lengths").cast<Sizes>()});
+  using Tag = std::tuple<std::string, std::string, int64_t, bool, bool>;  // as ShareTag
+
+  // Args: per checkpoint the items in the order of reading, and the metadata of its keys, in which all items are found.
+  RankReads(const std::vector<py::list>& items, const std::vector<py::object>& metadata) : num_sources_(items.size()) {
+    for (size_t source = 0; source < items.size(); ++source) {
+      std::map<std::string, uint64_t> numbers;  // equal on all ranks that have read the same metadata
+      for (const py::handle key : metadata[source]) numbers.emplace(to_utf8(key), 0);
+      uint64_t number = 0;
+      for (auto& [_, of_key] : numbers) of_key = number++;
+      for (const py::handle item : items[source]) {
+        const py::object key = item.attr("storage_index").attr("fqn");
+        const auto item_bytes = metadata[source][key].attr("properties").attr("dtype").attr("itemsize").cast<int64_t>();
+        items_.push_back({py::reinterpret_borrow<py::object>(item), source, numbers.at(to_utf8(key)), item_bytes,
+                          item.attr("lengths").cast<Sizes>()});
+      }
     }
   }
 
-  py::bytes message(const std::vector<std::tuple<std::string, std::string, int64_t, bool, bool>>& tags) const {
-    std::vector<ShareTag> of_reads;
-    for (const auto& [name, device, item_bytes, is_cut, is_overwritten] : tags) {
-      of_reads.push_back({name, device, item_bytes, is_cut, is_overwritten});
+  int64_t num_bytes() const {
+    int64_t sum = 0;
+    for (const Item& item : items_) sum = core::checked_add(sum, item.num_bytes());
+    return sum;
+  }
+
+  std::vector<py::list> items() const {
+    std::vector<py::list> items(num_sources_);
+    for (const Item& item : items_) items[item.source].append(item.item);
+    return items;
+  }
+
+  // Takes out the first items, of about so many bytes. One of each checkpoint is cut, where `can_cut`.
+  ItemsToRead take(int64_t num_bytes, const std::vector<bool>& can_cut) {
+    ItemsToRead taken{std::vector<py::list>(num_sources_)};
+    std::vector<Item> left;
+    std::optional<size_t> full;  // of this checkpoint no more
+    for (Item& item : items_) {
+      const int64_t of_item = item.num_bytes();
+      if (of_item <= (full == item.source ? 0 : num_bytes - taken.num_bytes)) {
+        append(taken, item, Sizes(item.sizes.size()), item.sizes);
+        continue;
+      }
+      const auto longest = std::ranges::max_element(item.sizes);
+      const double fraction = static_cast<double>(num_bytes - taken.num_bytes) / static_cast<double>(of_item);
+      const auto rows = longest == item.sizes.end() || full == item.source
+                            ? 0
+                            : static_cast<int64_t>(static_cast<double>(*longest) * fraction);
+      full = item.source;
+      if (rows > 0 && can_cut[item.source]) {
+        Sizes first = item.sizes, behind(item.sizes.size());
+        const auto dim = static_cast<size_t>(longest - item.sizes.begin());
+        first[dim] = behind[dim] = rows;
+        append(taken, item, Sizes(item.sizes.size()), first);
+        first[dim] = *longest - rows;
+        item.item = part_of(item, behind, first);
+        item.sizes = first;
+      }
+      left.push_back(std::move(item));
     }
-    return core::encode_wanted(of_reads, reads_);
+    items_ = std::move(left);
+    return taken;
+  }
+
+  // The message to the coordinator. Args: per item its tag, or none if nobody else gets it.
+  py::bytes wanted(const std::vector<std::optional<Tag>>& tag_of) {
+    TTE_CHECK(tag_of.size() == items_.size(), "RankReads", "got ", tag_of.size(), " tags of ", items_.size(), " items");
+    std::map<Tag, uint64_t> numbers;
+    std::vector<ShareTag> tags;
+    std::vector<WantedRead> reads;
+    own_bytes_ = 0;
+    for (size_t position = 0; position < items_.size(); ++position) {
+      const Item& item = items_[position];
+      const py::object chunk = item.item.attr("storage_index").attr("index");
+      if (!tag_of[position] || chunk.is_none()) {
+        own_bytes_ = core::checked_add(own_bytes_, item.num_bytes());
+        continue;
+      }
+      auto [name, device, item_bytes, is_cut, is_overwritten] = *tag_of[position];
+      name = std::to_string(item.source) + " " + name;
+      const auto [tag, is_new] = numbers.try_emplace({name, device, item_bytes, is_cut, is_overwritten}, tags.size());
+      if (is_new) tags.push_back({name, device, item_bytes, is_cut, is_overwritten});
+      reads.push_back({position, tag->second, item.key, chunk.cast<uint64_t>(),
+                       item.item.attr("storage_offsets").cast<Sizes>(), item.sizes});
+    }
+    return core::encode_wanted(tags, reads);
+  }
+
+  // The bytes of the items that were not wanted by a message.
+  int64_t own_bytes() const { return own_bytes_; }
+
+  // Takes the coordinator's answer. What the rank reads for itself comes in equal parts behind the rounds of a sample.
+  void share(const py::bytes& message, size_t num_sample_rounds) {
+    part_.emplace(static_cast<std::string_view>(message));
+    own_.assign(num_rounds(), {});
+    std::vector<size_t> own;
+    double total = 0, before = 0;
+    for (size_t position = 0; position < items_.size(); ++position) {
+      if (std::ranges::binary_search(part_->items(), position)) continue;
+      own.push_back(position);
+      total += static_cast<double>(items_[position].num_bytes());
+    }
+    const size_t last = num_rounds() - 1;
+    for (const size_t position : own) {
+      const double fraction = total > 0 ? before / total : 0;
+      const auto behind = static_cast<size_t>(fraction * static_cast<double>(num_rounds() - num_sample_rounds));
+      own_[std::min(last, num_sample_rounds + behind)].push_back(position);
+      before += static_cast<double>(items_[position].num_bytes());
+    }
+  }
+
+  size_t num_rounds() const { return part_->rounds().size(); }
+  // The items of which the rounds have all parts; the rank reads the others whole.
+  const std::vector<uint64_t>& shared_items() const { return part_->items(); }
+
+  // What the rank reads in rounds: its parts, and, where ranks do not share, those that it would get from others.
+  ItemsToRead reads(const std::vector<size_t>& rounds, bool is_shared) const {
+    ItemsToRead found{std::vector<py::list>(num_sources_)};
+    for (const size_t round : rounds) {
+      const auto& [reads, receives] = part_->rounds().at(round);
+      for (const SharedPart::Row& row : reads) append(found, items_.at(row.item), row.offsets, row.sizes);
+      for (const SharedPart::Row& row : receives) {
+        if (!is_shared) append(found, items_.at(row.item), row.offsets, row.sizes);
+      }
+      for (const size_t position : own_.at(round)) {
+        append(found, items_[position], Sizes(items_[position].sizes.size()), items_[position].sizes);
+      }
+    }
+    return found;
+  }
+
+  // What a round sends to those who want it too, once it is read. Args: device: the position of its name in the plan.
+  Exchange exchange(size_t round, uint32_t device) const {
+    const SharedPart::Exchange tables = part_->exchange(round, device);
+    const auto tensors = [this](const std::vector<SharedPart::Row>& rows, const std::vector<size_t>& of_rows) {
+      py::list list;
+      for (const size_t position : of_rows) {
+        const Item& item = items_.at(rows[position].item);
+        list.append(py::make_tuple(item.source, part_of(item, rows[position].offsets, rows[position].sizes)));
+      }
+      return list;
+    };
+    const auto& [reads, receives] = part_->rounds().at(round);
+    return {tensors(reads, tables.sources), tensors(receives, tables.targets),
+            array_of(std::span<const int64_t>(tables.sends)), array_of(std::span<const int64_t>(tables.receives))};
   }
 
  private:
-  std::vector<WantedRead> reads_;
-  uint64_t num_items_ = 0;
+  struct Item {
+    py::object item;
+    size_t source = 0;
+    uint64_t key = 0;
+    int64_t item_bytes = 1;
+    Sizes sizes;
+
+    int64_t num_bytes() const { return core::checked_mul(core::num_elements(sizes), item_bytes); }
+  };
+
+  // A box of an item's box as a read item.
+  py::object part_of(const Item& of, const Sizes& offsets, const Sizes& sizes) const {
+    if (sizes == of.sizes) return of.item;
+    const py::object size_class = py::type::of(of.item.attr("lengths"));
+    const auto moved = [&](const char* name) {
+      Sizes sum = of.item.attr(name).cast<Sizes>();
+      TTE_CHECK(sum.size() == offsets.size(), "RankReads", "an item has ", sum.size(), " dims, its part ",
+                offsets.size());
+      for (size_t dim = 0; dim < sum.size(); ++dim) sum[dim] += offsets[dim];
+      return size_class(to_tuple(sum));
+    };
+    return replace_(of.item, py::arg("dest_offsets") = moved("dest_offsets"),
+                    py::arg("storage_offsets") = moved("storage_offsets"),
+                    py::arg("lengths") = size_class(to_tuple(sizes)));
+  }
+
+  void append(ItemsToRead& to, const Item& item, const Sizes& offsets, const Sizes& sizes) const {
+    to.items[item.source].append(part_of(item, offsets, sizes));
+    to.num_bytes = core::checked_add(to.num_bytes, core::checked_mul(core::num_elements(sizes), item.item_bytes));
+  }
+
+  size_t num_sources_;
+  py::object replace_ = py::module_::import("dataclasses").attr("replace");
+  std::vector<Item> items_;
+  int64_t own_bytes_ = 0;
+  std::optional<SharedPart> part_;
+  std::vector<std::vector<size_t>> own_;  // per round, positions of items
 };
 
 SharePlan plan_shared_reads(const std::vector<py::bytes>& wanted, std::vector<int64_t> own_bytes,
@@ -64,44 +238,30 @@ SharePlan plan_shared_reads(const std::vector<py::bytes>& wanted, std::vector<in
   return {messages, std::move(own_bytes), std::move(hosts), is_per_host};
 }
 
-// Parts of items, as the columns of the read items that they are.
-struct PartColumns {
-  std::vector<uint64_t> items;
-  py::list types, dest_indices, dest_offsets, storage_indices, storage_offsets, lengths;
-};
-
-PartColumns cut_items(const std::vector<SharedPart::Row>& rows, const py::list& items, const py::object& size_class) {
-  PartColumns columns;
-  const auto moved = [&size_class](const py::object& offsets, const Sizes& by) {
-    Sizes sum = offsets.cast<Sizes>();
-    TTE_CHECK(sum.size() == by.size(), "SharedPart", "an item has ", sum.size(), " dims, its part ", by.size());
-    for (size_t dim = 0; dim < sum.size(); ++dim) sum[dim] += by[dim];
-    return size_class(to_tuple(sum));
-  };
-  for (const SharedPart::Row& row : rows) {
-    const py::handle item = items[static_cast<size_t>(row.item)];
-    columns.items.push_back(row.item);
-    columns.types.append(item.attr("type"));
-    columns.dest_indices.append(item.attr("dest_index"));
-    columns.dest_offsets.append(moved(item.attr("dest_offsets"), row.offsets));
-    columns.storage_indices.append(item.attr("storage_index"));
-    columns.storage_offsets.append(moved(item.attr("storage_offsets"), row.offsets));
-    columns.lengths.append(size_class(to_tuple(row.sizes)));
-  }
-  return columns;
-}
-
-py::bytes bytes_of(const std::vector<int64_t>& table) {
-  return {reinterpret_cast<const char*>(table.data()), table.size() * sizeof(int64_t)};
-}
-
 }  // namespace
 
 void define_shared_reads(py::module_& module) {
-  py::class_<WantedReads>(module, "WantedReads", "What one rank wants to read; see csrc/core/shared_reads.h.")
-      .def(py::init<>())
-      .def("add", &WantedReads::add, py::arg("items"), py::arg("tag_of"), py::arg("keys"))
-      .def("message", &WantedReads::message, py::arg("tags"));
+  py::class_<ItemsToRead>(module, "ItemsToRead")
+      .def_readonly("items", &ItemsToRead::items)
+      .def_readonly("num_bytes", &ItemsToRead::num_bytes);
+  py::class_<Exchange>(module, "SharedExchange", "Arguments of ops.exchange_runs_; its tensors as items.")
+      .def_readonly("sources", &Exchange::sources)
+      .def_readonly("targets", &Exchange::targets)
+      .def_readonly("sends", &Exchange::sends)
+      .def_readonly("receives", &Exchange::receives);
+  py::class_<RankReads>(module, "RankReads", "What one rank reads of the tensors of several checkpoints.")
+      .def(py::init<const std::vector<py::list>&, const std::vector<py::object>&>(), py::arg("items"),
+           py::arg("metadata"))
+      .def_property_readonly("items", &RankReads::items)
+      .def_property_readonly("num_bytes", &RankReads::num_bytes)
+      .def_property_readonly("own_bytes", &RankReads::own_bytes)
+      .def_property_readonly("num_rounds", &RankReads::num_rounds)
+      .def_property_readonly("shared_items", &RankReads::shared_items)
+      .def("take", &RankReads::take, py::arg("num_bytes"), py::arg("can_cut"))
+      .def("wanted", &RankReads::wanted, py::arg("tag_of"))
+      .def("share", &RankReads::share, py::arg("message"), py::arg("num_sample_rounds"))
+      .def("reads", &RankReads::reads, py::arg("rounds"), py::arg("is_shared"))
+      .def("exchange", &RankReads::exchange, py::arg("round"), py::arg("device"));
   py::class_<SharePlan>(module, "SharePlan", "Who reads what for whom; see csrc/core/shared_reads.h.")
       .def(py::init(&plan_shared_reads), py::arg("wanted"), py::arg("own_bytes"), py::arg("hosts"),
            py::arg("is_per_host"))
@@ -118,37 +278,6 @@ void define_shared_reads(py::module_& module) {
           },
           py::call_guard<py::gil_scoped_release>(), py::arg("sample"), py::arg("most_rounds"))
       .def("part_message", [](const SharePlan& plan, int64_t rank) { return py::bytes(plan.part_message(rank)); });
-  py::class_<PartColumns>(module, "PartColumns")
-      .def_readonly("items", &PartColumns::items)
-      .def_readonly("types", &PartColumns::types)
-      .def_readonly("dest_indices", &PartColumns::dest_indices)
-      .def_readonly("dest_offsets", &PartColumns::dest_offsets)
-      .def_readonly("storage_indices", &PartColumns::storage_indices)
-      .def_readonly("storage_offsets", &PartColumns::storage_offsets)
-      .def_readonly("lengths", &PartColumns::lengths);
-  py::class_<SharedPart::Exchange>(module, "SharedExchange", "Tables of ops.exchange_runs_, and their tensors.")
-      .def_readonly("sources", &SharedPart::Exchange::sources)
-      .def_readonly("targets", &SharedPart::Exchange::targets)
-      .def_property_readonly("sends", [](const SharedPart::Exchange& one) { return bytes_of(one.sends); })
-      .def_property_readonly("receives", [](const SharedPart::Exchange& one) { return bytes_of(one.receives); });
-  py::class_<SharedPart>(module, "SharedPart", "What one rank reads, sends and receives; see csrc/core/shared_reads.h.")
-      .def(py::init([](const py::bytes& message) { return SharedPart(static_cast<std::string_view>(message)); }),
-           py::arg("message"))
-      .def_property_readonly("num_rounds", [](const SharedPart& part) { return part.rounds().size(); })
-      .def_property_readonly("items", &SharedPart::items)
-      .def(
-          "reads",
-          [](const SharedPart& part, size_t round, const py::list& items, const py::object& size_class) {
-            return cut_items(part.rounds().at(round).reads, items, size_class);
-          },
-          py::arg("round"), py::arg("items"), py::arg("size_class"))
-      .def(
-          "receives",
-          [](const SharedPart& part, size_t round, const py::list& items, const py::object& size_class) {
-            return cut_items(part.rounds().at(round).receives, items, size_class);
-          },
-          py::arg("round"), py::arg("items"), py::arg("size_class"))
-      .def("exchange", &SharedPart::exchange, py::arg("round"), py::arg("device"));
 }
 
 }  // namespace torchtitan_ext::bindings

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch.distributed as dist
-from torch import Tensor
 
 from torchtitan_ext._core import SumTable
 from torchtitan_ext.checkpoint.operation.arguments import check_seconds
@@ -26,10 +25,9 @@ from torchtitan_ext.errors import (
     named,
     refusal,
 )
-from torchtitan_ext.layout.layout import ShardOrder, Steps
+from torchtitan_ext.layout.layout import ShardOrder
 from torchtitan_ext.ranks.exchange import check_usable
 from torchtitan_ext.storage.raw_tensor import dtype_name
-from torchtitan_ext.transfer.changes import HeldTensor
 from torchtitan_ext.transfer.endpoint import Endpoint, State, describe_endpoint, shared_memory_problems
 from torchtitan_ext.transfer.phases import transfer_phases
 
@@ -96,23 +94,42 @@ def apply(
     changed = changes.changed_keys
     with transfer_phases(group, timeout_seconds, "apply") as phases:
         endpoint, steps, _ = agree_on_steps(phases, lambda: _described(state, layouts), "apply", needs_all_ranks=True)
-        own = _OwnPart(endpoint, steps, changes)
-        found = phases.on_all(
-            "compare", lambda: own.offer(version, verify), doing="ranks compared their tensors with the changes"
-        )
+        own: list[tuple[Replacement, Callable[[], None]]] = []
+
+        def sums_of_all() -> SumTable:
+            return sums_of_tensors(endpoint, steps, changes.totals)
+
+        def offer() -> _Offer:
+            held = held_tensors(endpoint, steps)
+            tensors, finish = endpoint.memory_to_change()
+            keys = {one.fqn: (dtype_name(of.dtype), one.global_shape) for one, of in zip(held, tensors, strict=True)}
+            fitting = {fqn for fqn, of in changes.totals.items() if keys.get(fqn) == (of.dtype, of.shape)}
+            replacement = Replacement(held, tensors, changes, fitting)
+            own.append((replacement, finish))
+            replaced = sums_of_elements(endpoint, held, replacement.old_sums())
+            new = sums_of_elements(endpoint, held, replacement.new_sums)
+            before = sums_of_all() if verify == "all" or version is None else SumTable()
+            return _Offer(changes.digest, version, verify, keys, endpoint.tied, replaced, new, before)
+
+        def write() -> int:
+            ((replacement, finish),) = own
+            num_changed = replacement.write()
+            finish()
+            return num_changed
+
+        found = phases.on_all("compare", offer, doing="ranks compared their tensors with the changes")
         problems = _problems(found, changes, verify)
         if problems:
             raise refusal("apply", problems)
         doing = f"ranks wrote changes; these may be part-written: {named(changed)}"
-        phases.on_all("apply", own.write, doing=doing, undefined=changed)
+        num_changed = phases.on_all("apply", write, doing=doing, undefined=changed)[phases.rank]
         if verify == "all":
             doing = "ranks compared their tensors with what the changes lead to"
-            after = phases.on_all("prove", own.sums_of_all, doing=doing)
-            wrong = SumTable.merge(after).differing(_of(changes, "after"))
+            wrong = SumTable.merge(phases.on_all("prove", sums_of_all, doing=doing)).differing(_of(changes, "after"))
             if wrong:
                 failure = f"{named(wrong)}: after the changes were applied, not what they lead to"
                 raise TransferFailedError("apply", {0: failure}, changed, "prove")
-    return DeltaResult(changes.version, own.num_changed, dict(phases.seconds))
+    return DeltaResult(changes.version, num_changed, dict(phases.seconds))
 
 
 @dataclass(frozen=True)
@@ -129,48 +146,11 @@ class _Offer:
     before: SumTable
 
 
-@dataclass
-class _OwnPart:
-    """The changes as far as they concern this rank."""
-
-    endpoint: Endpoint
-    steps: dict[str, Steps]
-    changes: SavedChanges
-
-    def __post_init__(self) -> None:
-        self.num_changed = 0
-
-    def offer(self, version: int | None, verify: Verify) -> _Offer:
-        """Not collective."""
-        self._held = held_tensors(self.endpoint, self.steps)
-        self._tensors, self._finish = self.endpoint.memory_to_change()
-        keys = {held.fqn: _kind(tensor, held) for held, tensor in zip(self._held, self._tensors, strict=True)}
-        fitting = {fqn for fqn, of in self.changes.totals.items() if keys.get(fqn) == (of.dtype, of.shape)}
-        self._batch = Replacement.of(self._held, self._tensors, self.changes, fitting)
-        replaced = sums_of_elements(self.endpoint, self._held, self._batch.old_sums())
-        new = sums_of_elements(self.endpoint, self._held, self._batch.new_sums)
-        before = self.sums_of_all() if verify == "all" or version is None else SumTable()
-        return _Offer(self.changes.digest, version, verify, keys, self.endpoint.tied, replaced, new, before)
-
-    def sums_of_all(self) -> SumTable:
-        """The sums of this rank's tensors that the changes know. Not collective."""
-        return sums_of_tensors(self.endpoint, self.steps, self.changes.totals)
-
-    def write(self) -> None:
-        """Not collective."""
-        self.num_changed = self._batch.write()
-        self._finish()
-
-
 def _described(state: State, layouts: Mapping[str, ShardOrder] | None) -> Endpoint:
     endpoint = describe_endpoint("target", state, layouts, is_filled=True)
     if not endpoint.problems:
         endpoint.problems += shared_memory_problems(None, endpoint)
     return endpoint
-
-
-def _kind(tensor: Tensor, held: HeldTensor) -> tuple[str, tuple[int, ...]]:
-    return dtype_name(tensor.dtype), held.global_shape
 
 
 def _problems(offers: Sequence[_Offer], changes: SavedChanges, verify: Verify) -> list[Problem]:

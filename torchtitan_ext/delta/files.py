@@ -21,6 +21,7 @@ from torchtitan_ext import _core, ops
 from torchtitan_ext._core import SumTable
 from torchtitan_ext.checkpoint.operation.arguments import Place, check_seconds, place_of
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases, checking_arguments
+from torchtitan_ext.delta.kept import Found
 from torchtitan_ext.delta.part_reads import sum_of_part, zero_sums
 from torchtitan_ext.delta.saved_changes import (
     NOTE,
@@ -98,21 +99,21 @@ def save(
             if not isinstance(changes, Changes | None):
                 what = f"got {described(changes)}, expected what Snapshot.changes() gives"
                 raise WrongArgumentError("save", (Problem("wrong_argument", "changes", what),))
-            own.extend([] if changes is None else parts_of(changes))
+            own.extend([] if changes is None else parts_of(changes, changes.tensors, changes.item_bytes))
             return _Offer.of(changes, own)
 
-        def plan(offers: list[_Offer]) -> list[_PartPlaces]:
+        def plan(offers: list[_Offer]) -> list[tuple[str, dict[int, list[int]]]]:
             places, head, num_bytes = _planned(offers)
             staged = stack.enter_context(staged_target(target, take_place))
             make_file(staged, head, num_bytes)
-            return [_PartPlaces(str(staged), of_rank) for of_rank in places]
+            return [(str(staged), of_rank) for of_rank in places]
 
-        def write(place: _PartPlaces) -> None:
-            staged = Path(place.path)
+        def write(path: str, begins_of: Mapping[int, Sequence[int]]) -> None:
+            staged = Path(path)
             written = [
                 (staged, begin, data)
-                for part, begins in place.begins.items()
-                for begin, data in zip(begins, own[part].data(), strict=True)
+                for part, begins in begins_of.items()
+                for begin, data in zip(begins, own[part].tensors, strict=True)
             ]
             write_parts(written)
             if written:
@@ -122,7 +123,7 @@ def save(
             "prepare", lambda: None, doing="changes were planned; nothing was written", places=[place_of(path)]
         )
         place = phases.through_coordinator("plan", offer, plan, doing="changes were planned; nothing was written")
-        phases.on_all("write", lambda: write(place), doing="changes were written; the file is the old one, or none")
+        phases.on_all("write", lambda: write(*place), doing="changes were written; the file is the old one, or none")
         phases.on_all("commit", stack.close, doing="the file of changes took its place")
 
 
@@ -149,33 +150,23 @@ def load(
         opened: list[SavedChanges] = []
         place = place_of(path)
 
-        def read() -> _Read:
+        def read() -> tuple[Place, str, SumTable]:
             opened.append(open_changes(Path(path)))
-            return _Read(place, opened[0].digest, _sums_of_new(opened[0], phases.rank, phases.size))
+            return place, opened[0].digest, _sums_of_new(opened[0], phases.rank, phases.size)
+
+        def hold_the_same(found: Sequence[tuple[Place, str, SumTable]]) -> bool:
+            return len({digest for _, digest, _ in found}) == 1
 
         def read_own_copy() -> None:
             check_sums(opened[0], [_sums_of_new(opened[0])])
 
         doing = "the file of changes was read"
-        found = phases.on_all("read", read, doing=doing, places=[place], hold_the_same=_hold_the_same)
-        if all(one.place == place for one in found):
-            check_sums(opened[0], [one.sums for one in found])
+        found = phases.on_all("read", read, doing=doing, places=[place], hold_the_same=hold_the_same)
+        if all(of_rank == place for of_rank, _, _ in found):
+            check_sums(opened[0], [sums for _, _, sums in found])
         else:
             phases.on_all("read own copy", read_own_copy, doing=doing)
     return opened[0]
-
-
-@dataclass(frozen=True)
-class _Read:
-    """What a rank has read: where, the digest of the file's note, and the sums of its share of the elements."""
-
-    place: Place
-    digest: str
-    sums: SumTable
-
-
-def _hold_the_same(found: Sequence[_Read]) -> bool:
-    return all(one.digest == found[0].digest for one in found)
 
 
 def open_changes(path: Path) -> SavedChanges:
@@ -246,43 +237,37 @@ def _part(file: OpenedSafetensors, fqn: str, number: int, total: TensorTotals) -
     return SavedPart(box, nothing, nothing, ranges[0])
 
 
-@dataclass(frozen=True)
-class WrittenPart:
-    """What a rank would write of the tensor ``at`` of its changes."""
+class WrittenPart(NamedTuple):
+    """What a rank would write of the tensor ``at`` of its changes: ``tensors`` of the file, of these dtypes and shapes.
+    The coordinator hears of a part without its ``tensors``."""
 
+    fqn: str
     at: int
-    held: HeldTensor
     box: Box | None
-    count: int
-    tensors: tuple[Tensor, ...]
-
-    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Dtype and shape of each of the part's tensors in the file."""
-        if self.box is not None:
-            (elements,) = self.tensors
-            return [("uint8", (elements.numel() * elements.itemsize,))]
-        return [(dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in self.tensors]
-
-    def data(self) -> list[Tensor]:
-        """These tensors, contiguous."""
-        return [tensor.contiguous() for tensor in self.tensors]
+    num_changed: int
+    shapes: Sequence[tuple[str, tuple[int, ...]]]
+    tensors: Sequence[Tensor]
 
 
-def parts_of(changes: Changes) -> Iterator[WrittenPart]:
+def parts_of(found: Found | Changes, held: Sequence[HeldTensor], item_bytes: Sequence[int]) -> Iterator[WrittenPart]:
     """What is written of each tensor that has changed."""
-    offsets = ops.change_offsets(changes.item_bytes, changes.counts)
+
+    def part(at: int, box: Box | None, num_changed: int, *tensors: Tensor) -> WrittenPart:
+        shapes = [(dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in tensors]
+        return WrittenPart(held[at].fqn, at, box, num_changed, shapes, tensors)
+
+    offsets = ops.change_offsets(item_bytes, found.counts)
     first = 0
-    for at, (held, count) in enumerate(zip(changes.tensors, changes.counts, strict=True)):
+    for at, count in enumerate(found.counts):
         if count > 0:
-            positions = changes.positions[first : first + count]
-            values = changes.values[offsets[at] : offsets[at] + count * changes.item_bytes[at]]
-            coded = _core.PositionBlocks.encode(positions.numpy())
+            coded = _core.PositionBlocks.encode(found.positions[first : first + count].numpy())
             blocks, inside = torch.from_numpy(coded.blocks).view(-1, 2), torch.from_numpy(coded.offsets)
-            yield WrittenPart(at, held, None, count, (blocks, inside, values))
-        elif at in changes.whole:
-            for chunk in held.shard.chunks:
-                elements = local_view(changes.whole[at], chunk.local_offsets, chunk.sizes)
-                yield WrittenPart(at, held, (chunk.offsets, chunk.sizes), elements.numel(), (as_bytes(elements),))
+            values = found.values[offsets[at] : offsets[at] + count * item_bytes[at]]
+            yield part(at, None, count, blocks, inside, values)
+        elif at in found.whole:
+            for chunk in held[at].shard.chunks:
+                elements = local_view(found.whole[at], chunk.local_offsets, chunk.sizes)
+                yield part(at, (chunk.offsets, chunk.sizes), elements.numel(), as_bytes(elements))
         first += count
 
 
@@ -299,16 +284,6 @@ class _HeldPiece(NamedTuple):
     sums: tuple[int, int, int]
 
 
-class _OfferedPart(NamedTuple):
-    """A part of which the coordinator hears: of the tensor ``at`` of the rank's changes."""
-
-    fqn: str
-    at: int
-    box: Box | None
-    num_changed: int
-    shapes: list[tuple[str, tuple[int, ...]]]
-
-
 @dataclass(frozen=True)
 class _Offer:
     """What a rank tells the coordinator of a save; ``elsewhere`` are keys that other ranks hold."""
@@ -316,7 +291,7 @@ class _Offer:
     versions: tuple[int, int] | None
     elsewhere: Sequence[str]
     pieces: Sequence[_HeldPiece]
-    parts: Sequence[_OfferedPart]
+    parts: Sequence[WrittenPart]
 
     @staticmethod
     def of(changes: Changes | None, own: Sequence[WrittenPart]) -> _Offer:
@@ -332,16 +307,8 @@ class _Offer:
                 name, shape = of_key.dtype.removeprefix("torch."), of_key.shape
                 boxes = tuple((chunk.offsets, chunk.sizes) for chunk in held.shard.chunks)
                 pieces.append(_HeldPiece(held.fqn, at, boxes, of_key.replica, name, shape, (before, replaced, after)))
-        parts = [_OfferedPart(of.held.fqn, of.at, of.box, of.count, of.shapes()) for of in own]
+        parts = [part._replace(tensors=()) for part in own]
         return _Offer((changes.base_version, changes.version), changes.elsewhere, pieces, parts)
-
-
-@dataclass(frozen=True)
-class _PartPlaces:
-    """Where a rank writes: per part of its own the first bytes of the part's tensors."""
-
-    path: str
-    begins: Mapping[int, Sequence[int]]
 
 
 def _planned(offers: Sequence[_Offer]) -> tuple[list[dict[int, list[int]]], bytes, int]:

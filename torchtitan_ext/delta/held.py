@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchtitan_ext._core import SumTable
 from torchtitan_ext.checkpoint.operation.phases import Phases
@@ -16,19 +16,13 @@ from torchtitan_ext.transfer.changes import HeldTensor
 from torchtitan_ext.transfer.endpoint import Endpoint
 
 
-class Agreed(NamedTuple):
-    """What a rank holds, and the sharding order of each tensor on a mesh; ``names``, on the coordinator alone, has the
-    keys of all ranks."""
-
-    endpoint: Endpoint
-    steps: dict[str, Steps]
-    names: list[str]
-
-
 def agree_on_steps(
     phases: Phases, describe: Callable[[], Endpoint], operation: str, *, needs_all_ranks: bool
-) -> Agreed:
+) -> tuple[Endpoint, dict[str, Steps], list[str]]:
     """What this rank holds, agreed on by all. Collective.
+
+    Returns:
+        It, the sharding order of each tensor on a mesh, and, on the coordinator alone, the keys of all ranks.
 
     Raises:
         StateRefusedError: (a subclass) Of all problems of all ranks, the same on every rank.
@@ -55,7 +49,7 @@ def agree_on_steps(
         return [agreement.world.steps_of(rank) for rank in range(len(tables))]
 
     steps = phases.through_coordinator("plan", offer, agree_for_all, doing="ranks agreed on layouts")
-    return Agreed(described[0], steps, names)
+    return described[0], steps, names
 
 
 def held_tensors(endpoint: Endpoint, steps: Mapping[str, Steps]) -> list[HeldTensor]:

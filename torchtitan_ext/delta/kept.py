@@ -6,7 +6,6 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,24 +29,6 @@ class Found:
     whole: dict[int, Tensor]
     old_sums: list[int]
     new_sums: list[int]
-
-
-class Kept(Protocol):
-    """An earlier version of tensors."""
-
-    @property
-    def num_bytes(self) -> int:
-        """The host memory that it takes."""
-
-    @property
-    def base(self) -> Sequence[Tensor]:
-        """The tensors; empty where they are not kept."""
-
-    def find(self, new: list[Tensor]) -> Found:
-        """What differs in a later version."""
-
-    def advance(self, changes: Changes) -> None:
-        """Takes over the later version in which the last changes were found."""
 
 
 class KeptValues:
@@ -133,7 +114,7 @@ class KeptHashes:
                 found.append(Found([0], _NO_POSITIONS, _NO_VALUES, whole, [sum(before)], [sum(after)]))
                 continue
             old_sum, new_sum = (sum(compress(sums, are_changed)) for sums in (before, after))
-            positions = [_positions_of(offsets, elements, held.global_shape) for offsets, elements in blocks]
+            positions = [positions_of(offsets, elements.shape, held.global_shape) for offsets, elements in blocks]
             values = [as_bytes(elements.cpu()) for _, elements in blocks]
             all_positions, all_values = torch.cat([_NO_POSITIONS, *positions]), torch.cat([_NO_VALUES, *values])
             # The blocks of one chunk may begin before those of the chunk before it end.
@@ -174,12 +155,12 @@ def _blocks(tensor: Tensor, held: HeldTensor) -> Iterator[tuple[tuple[int, ...],
             yield (chunk.offsets[0] + first, *chunk.offsets[1:]), rows
 
 
-def _positions_of(offsets: tuple[int, ...], elements: Tensor, global_shape: tuple[int, ...]) -> Tensor:
+def positions_of(offsets: Sequence[int], sizes: Sequence[int], global_shape: Sequence[int]) -> Tensor:
     """The positions of a box of a global tensor, 1-d."""
     positions = torch.zeros((), dtype=torch.int64, device="cpu")
     stride = 1
     for dim in reversed(range(len(global_shape))):
-        of_dim = (torch.arange(elements.shape[dim], dtype=torch.int64, device="cpu") + offsets[dim]) * stride
+        of_dim = (torch.arange(sizes[dim], dtype=torch.int64, device="cpu") + offsets[dim]) * stride
         positions = of_dim.view(-1, *[1] * positions.dim()) + positions
         stride *= global_shape[dim]
     return positions.reshape(-1)

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_ext import _core
+from torchtitan_ext.delta.kept import positions_of
 from torchtitan_ext.delta.saved_changes import BLOCK_POSITIONS, SavedChanges, SavedPart
 from torchtitan_ext.errors import DamagedCheckpointError
-from torchtitan_ext.layout.layout import Box
 from torchtitan_ext.state.value_digest import sum_box
 from torchtitan_ext.storage.formats.opened_safetensors import FileRange
 from torchtitan_ext.storage.raw_tensor import DTYPES
@@ -46,12 +46,12 @@ def read_listed(changes: SavedChanges, wanted: Sequence[ListedPart]) -> list[Lis
     """
     blocks = changes.file.read([one.part.blocks for one in wanted])
     windows = [_window(changes, one, data) for one, data in zip(wanted, blocks, strict=True)]
-    data = changes.file.read([found for window in windows for found in (window.offsets, window.values)])
+    data = changes.file.read([found for _, *ranges in windows for found in ranges])
     found = []
-    for one, window, offsets, values in zip(wanted, windows, data[::2], data[1::2], strict=True):
+    for one, (blocks_of, *_), offsets, values in zip(wanted, windows, data[::2], data[1::2], strict=True):
         total = changes.totals[one.fqn]
         try:
-            positions = _core.PositionBlocks(window.blocks, offsets.view(np.uint16)).decode()
+            positions = _core.PositionBlocks(blocks_of, offsets.view(np.uint16)).decode()
         except ValueError as error:
             raise DamagedCheckpointError(f"{changes.path}: {one.fqn}: {error}") from None
         if positions.size and positions[-1] >= math.prod(total.shape):
@@ -96,28 +96,17 @@ def read_tensor(changes: SavedChanges, fqn: str) -> Listed:
         if part.box is None:
             found += read_listed(changes, [ListedPart(fqn, part, 0, math.prod(total.shape))])
         else:
-            found.append(Listed(_positions_of(part.box, total.shape), *changes.file.read([part.values])))
+            found.append(Listed(positions_of(*part.box, total.shape).numpy(), *changes.file.read([part.values])))
     positions, values = map(np.concatenate, zip(*found, strict=True))
     if _core.sum_at(values, DTYPES[total.dtype].itemsize, positions) != total.new:
         raise DamagedCheckpointError(f"{changes.path}: the new elements of {fqn} are not those that were written")
     return Listed(positions, values)
 
 
-def _positions_of(box: Box, shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    """The positions of the elements of a box in the flat tensor, row by row."""
-    ranges = np.ix_(*(np.arange(offset, offset + size) for offset, size in zip(*box, strict=True)))
-    return np.ravel_multi_index(np.broadcast_arrays(*ranges), shape).reshape(-1) if shape else np.zeros(1, np.int64)
-
-
-class _Window(NamedTuple):
-    """Consecutive blocks of a part, and where their offsets and values lie in the file."""
-
-    blocks: npt.NDArray[np.int32]
-    offsets: FileRange
-    values: FileRange
-
-
-def _window(changes: SavedChanges, wanted: ListedPart, data: npt.NDArray[np.uint8]) -> _Window:
+def _window(
+    changes: SavedChanges, wanted: ListedPart, data: npt.NDArray[np.uint8]
+) -> tuple[npt.NDArray[np.int32], FileRange, FileRange]:
+    """The wanted blocks of a part, and where their offsets and values lie in the file."""
     part, item_bytes = wanted.part, DTYPES[changes.totals[wanted.fqn].dtype].itemsize
     pairs = data.view(np.int32).reshape(-1, 2)
     counts = pairs[:, 1].astype(np.int64)
@@ -129,7 +118,7 @@ def _window(changes: SavedChanges, wanted: ListedPart, data: npt.NDArray[np.uint
         what = f"got blocks of {in_values[-1]} positions for {part.values.num_bytes} bytes"
         raise DamagedCheckpointError(f"{changes.path}: {wanted.fqn}: {what}")
     begin, end = np.searchsorted(pairs[:, 0], (wanted.first // BLOCK_POSITIONS, wanted.last // BLOCK_POSITIONS + 1))
-    return _Window(
+    return (
         pairs[begin : max(begin, end)].reshape(-1),
         _cut(part.offsets, 2 * in_offsets[begin], 2 * in_offsets[max(begin, end)]),
         _cut(part.values, item_bytes * in_values[begin], item_bytes * in_values[max(begin, end)]),

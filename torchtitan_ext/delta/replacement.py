@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from torchtitan_ext.delta.part_reads import Listed, ListedPart, read_listed
 from torchtitan_ext.delta.saved_changes import SavedChanges, SavedPart
 from torchtitan_ext.errors import DamagedCheckpointError, Problem
 from torchtitan_ext.layout.dtensor import local_view, to_write
-from torchtitan_ext.layout.layout import LocalShard, row_major_position
+from torchtitan_ext.layout.layout import row_major_position
 from torchtitan_ext.state.value_digest import sum_box
 from torchtitan_ext.storage.raw_tensor import DTYPES
 from torchtitan_ext.transfer.changes import HeldTensor
@@ -52,29 +51,25 @@ def why_unfit(
     return problems
 
 
-@dataclass
 class Replacement:
-    """Tensors, and the new elements of each, in order: those of the changes that lie in it, read into memory."""
+    """The new elements of changes that lie in tensors, read into memory.
 
-    held: Sequence[HeldTensor]
-    tensors: Sequence[Tensor]
-    positions: Tensor
-    values: Tensor
-    counts: Sequence[int]
-    boxes: Sequence[Sequence[tuple[Tensor, tuple[int, ...], Tensor]]]
-    """Per tensor: a view of it, where that lies in the global tensor, and its new elements."""
-    new_sums: Sequence[int]
-    """Per tensor the sum of the hashes of the new elements: of what is written, taken after it was read."""
+    Args:
+        held: What part of its global tensor each of the tensors is.
+        fitting: The keys whose changes are wanted.
 
-    @staticmethod
-    def of(
-        held: Sequence[HeldTensor], tensors: Sequence[Tensor], changes: SavedChanges, fitting: Container[str]
-    ) -> Replacement:
-        """The changes of the tensors whose keys are ``fitting``. Reads the file.
+    Attributes:
+        new_sums: Per tensor the sum of the hashes of the new elements: of what is written, taken after it was read.
 
-        Raises:
-            DamagedCheckpointError: The file does not have what was written; not seen in all cases, but by ``new_sums``.
-        """
+    Raises:
+        DamagedCheckpointError: The file does not have what was written; not seen in all cases, but by ``new_sums``.
+    """
+
+    def __init__(
+        self, held: Sequence[HeldTensor], tensors: Sequence[Tensor], changes: SavedChanges, fitting: Container[str]
+    ) -> None:
+        self._tensors = tensors
+        self._shards, self._shapes = [one.shard for one in held], [one.global_shape for one in held]
         spans = [_span_of(one) if one.fqn in fitting else None for one in held]
         parts = [() if span is None else changes.parts.get(one.fqn, ()) for one, span in zip(held, spans, strict=True)]
         asked = [
@@ -88,57 +83,50 @@ class Replacement:
         for (at, _), found in zip(asked, read_listed(changes, [one for _, one in asked]), strict=True):
             listed[at].append(found)
         own = [_within(one, _sorted(changes, one, of_tensor)) for one, of_tensor in zip(held, listed, strict=True)]
-        boxes = [
+        # Per tensor: views of it, where these lie in the global tensor, and their new elements.
+        self._boxes = [
             [box for part in of_tensor if part.box is not None for box in _overlaps(one, tensor, part, changes)]
             for one, tensor, of_tensor in zip(held, tensors, parts, strict=True)
         ]
-        new_sums = [
+        self.new_sums = [
             _core.sum_at(found.values, tensor.itemsize, found.positions)
-            + sum(int(sum_box(elements, offsets, one.global_shape).item()) for _, offsets, elements in of_tensor)
-            for one, tensor, found, of_tensor in zip(held, tensors, own, boxes, strict=True)
+            + sum(int(sum_box(elements, offsets, shape).item()) for _, offsets, elements in boxes)
+            for shape, tensor, found, boxes in zip(self._shapes, tensors, own, self._boxes, strict=True)
         ]
-        counts = [found.positions.size for found in own]
-        offsets = ops.change_offsets([tensor.itemsize for tensor in tensors], counts)
+        self._counts = [found.positions.size for found in own]
+        offsets = ops.change_offsets([tensor.itemsize for tensor in tensors], self._counts)
         flat = np.zeros(offsets[-1], dtype=np.uint8)
         for begin, found in zip(offsets, own, strict=False):
             flat[begin : begin + found.values.size] = found.values
         device = tensors[0].device if tensors else torch.device("cpu")
         positions = np.concatenate([_NOTHING.positions, *(found.positions for found in own)])
-        on_device = torch.from_numpy(positions).to(device), torch.from_numpy(flat).to(device)
-        return Replacement(held, tensors, *on_device, counts, boxes, new_sums)
+        self._positions, self._values = torch.from_numpy(positions).to(device), torch.from_numpy(flat).to(device)
 
     def old_sums(self) -> list[int]:
         """Per tensor the sum of the hashes of the bits that will be replaced."""
-        if not self.tensors:
+        if not self._tensors:
             return []
         with torch.no_grad():
-            sums, found = ops.sum_elements(self._locals(), self._shards(), self._shapes(), self.positions, self.counts)
-        self._found: list[int] = found.tolist()
+            tensors = [tensor.detach() for tensor in self._tensors]
+            sums, found = ops.sum_elements(tensors, self._shards, self._shapes, self._positions, self._counts)
+        self._num_listed = int(found.sum())
         totals: list[int] = sums.tolist()
-        for at, boxes in enumerate(self.boxes):
+        for at, boxes in enumerate(self._boxes):
             for part, offsets, _ in boxes:
-                totals[at] += int(sum_box(part, offsets, self.held[at].global_shape).item())
+                totals[at] += int(sum_box(part, offsets, self._shapes[at]).item())
         return totals
 
     def write(self) -> int:
-        """Writes the new elements; returns how many."""
-        if not self.tensors:
+        """Writes the new elements, after ``old_sums``; returns how many."""
+        if not self._tensors:
             return 0
-        with to_write(self.tensors):
-            ops.apply_changes_(self._locals(), self._shards(), self._shapes(), self.positions, self.values, self.counts)
-            for boxes in self.boxes:
+        with to_write(self._tensors):
+            tensors = [tensor.detach() for tensor in self._tensors]
+            ops.apply_changes_(tensors, self._shards, self._shapes, self._positions, self._values, self._counts)
+            for boxes in self._boxes:
                 for part, _, elements in boxes:
                     _as_bits(part).copy_(_as_bits(elements))
-        return sum(self._found) + sum(part.numel() for boxes in self.boxes for part, _, _ in boxes)
-
-    def _locals(self) -> list[Tensor]:
-        return [tensor.detach() for tensor in self.tensors]
-
-    def _shards(self) -> list[LocalShard]:
-        return [held.shard for held in self.held]
-
-    def _shapes(self) -> list[tuple[int, ...]]:
-        return [held.global_shape for held in self.held]
+        return self._num_listed + sum(part.numel() for boxes in self._boxes for part, _, _ in boxes)
 
 
 def _span_of(held: HeldTensor) -> tuple[int, int] | None:

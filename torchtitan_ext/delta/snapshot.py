@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torchtitan_ext.checkpoint.operation.arguments import check_seconds
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, checking_arguments
 from torchtitan_ext.delta.held import agree_on_steps, held_tensors, sums_of_elements, sums_of_tensors
-from torchtitan_ext.delta.kept import Kept, KeptHashes, KeptValues
+from torchtitan_ext.delta.kept import KeptHashes, KeptValues
 from torchtitan_ext.errors import Problem, WrongValueError, check_argument, check_counts, refusal
 from torchtitan_ext.layout.layout import ShardOrder, Steps
 from torchtitan_ext.ranks.exchange import check_usable
@@ -144,6 +144,5 @@ class Snapshot:
         self._held = held_tensors(self._endpoint, steps)
         tensors = self._endpoint.memory_to_read()
         self._item_bytes = [tensor.itemsize for tensor in tensors]
-        kinds: dict[Keep, type[KeptValues | KeptHashes]] = {"values": KeptValues, "hashes": KeptHashes}
-        self._kept: Kept = kinds[keep](tensors, self._held)
+        self._kept = (KeptValues if keep == "values" else KeptHashes)(tensors, self._held)
         self._sums = sums_of_tensors(self._endpoint, steps)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchtitan_ext.op_library import bump_version_of, call, listed, register_fake
+from torchtitan_ext.op_library import bump_version_of, call, listed, register_fake, register_in_place
 from torchtitan_ext.ops.shards import ShardLike, check_shapes, shard_tables
 
 VALUES_ALIGNMENT = 16
@@ -248,11 +248,4 @@ def apply_changes_(
         call(name, (given, tables, positions, list(counts), values))
 
 
-@register_fake("apply_changes_")
-def _(
-    shards: Sequence[Tensor], tables: Sequence[int], positions: Tensor, counts: Sequence[int], values: Tensor
-) -> None:
-    return None
-
-
-bump_version_of("apply_changes_", 0)
+register_in_place("apply_changes_", 0)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_ext.op_library import DifferentiableOp, bump_version_of, call, listed, register_fake
+from torchtitan_ext.op_library import DifferentiableOp, call, listed, register_fake, register_in_place
 
 DEFAULT_ALIGNMENT = 64
 """Bytes. A cache line: no two tensors of a flat buffer share one, and a view of any dtype fits."""
@@ -74,12 +74,7 @@ def flatten_into_(tensors: Sequence[Tensor], out: Tensor, *, alignment: int = DE
         call("flatten_into_", (given, alignment, out))
 
 
-@register_fake("flatten_into_")
-def _(tensors: Sequence[Tensor], alignment: int, out: Tensor) -> None:
-    return None
-
-
-bump_version_of("flatten_into_", 2)
+register_in_place("flatten_into_", 2)
 
 
 def unflatten_tensors_(tensors: Sequence[Tensor], flat: Tensor, *, alignment: int = DEFAULT_ALIGNMENT) -> None:
@@ -95,12 +90,7 @@ def unflatten_tensors_(tensors: Sequence[Tensor], flat: Tensor, *, alignment: in
         call("unflatten_tensors_", (given, flat, alignment))
 
 
-@register_fake("unflatten_tensors_")
-def _(tensors: Sequence[Tensor], flat: Tensor, alignment: int) -> None:
-    return None
-
-
-bump_version_of("unflatten_tensors_", 0)
+register_in_place("unflatten_tensors_", 0)
 
 
 def flat_views(flat: Tensor, like: Sequence[Tensor], *, alignment: int = DEFAULT_ALIGNMENT) -> list[Tensor]:

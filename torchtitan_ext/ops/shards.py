@@ -10,12 +10,12 @@ from torch import Tensor
 
 from torchtitan_ext.op_library import (
     DifferentiableOp,
-    bump_version_of,
     call,
     is_transformed,
     kernels,
     listed,
     register_fake,
+    register_in_place,
 )
 
 
@@ -101,12 +101,7 @@ def unpack_shard_(dst: Tensor, local: Tensor, shard: ShardLike, *, dst_offsets: 
     call("unpack_shard_", (dst, origin, local, _chunk_table(shard)))
 
 
-@register_fake("unpack_shard_")
-def _(dst: Tensor, dst_offsets: Sequence[int], shard: Tensor, chunks: Sequence[int]) -> None:
-    return None
-
-
-bump_version_of("unpack_shard_", 0)
+register_in_place("unpack_shard_", 0)
 
 
 def unpack_shard(dst: Tensor, local: Tensor, shard: ShardLike, *, dst_offsets: Sequence[int] | None = None) -> Tensor:
@@ -195,12 +190,7 @@ def unpack_shards_(
         call("unpack_shards_", (given, given_locals, tables))
 
 
-@register_fake("unpack_shards_")
-def _(dst: Sequence[Tensor], shards: Sequence[Tensor], tables: Sequence[int]) -> None:
-    return None
-
-
-bump_version_of("unpack_shards_", 0)
+register_in_place("unpack_shards_", 0)
 
 
 def _chunk_table(shard: ShardLike) -> list[int]:

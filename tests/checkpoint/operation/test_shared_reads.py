@@ -1,9 +1,12 @@
 """Who reads what for whom: random wants of simulated ranks, carried out on arrays of element numbers."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -20,6 +23,16 @@ class Rank(NamedTuple):
     items: list[ReadItem]
     tags: list[Tag]
     tag_of: list[int]
+
+    def reads(self, keys: Iterable[str]) -> _core.RankReads:
+        """Of one checkpoint with these keys."""
+        entry = SimpleNamespace(properties=SimpleNamespace(dtype=torch.int64))
+        return _core.RankReads([self.items], [dict.fromkeys(keys, entry)])
+
+    def share(self, keys: Iterable[str], message: bytes, num_sample_rounds: int = 0) -> _core.RankReads:
+        reads = self.reads(keys)
+        reads.share(message, num_sample_rounds)
+        return reads
 
 
 def item_of(key: str, chunk: int, offsets: tuple[int, ...], sizes: tuple[int, ...], number: int) -> ReadItem:
@@ -59,22 +72,21 @@ def random_ranks(
     return ranks
 
 
-def plan_of(ranks: list[Rank], keys: dict[str, int], hosts: list[int], *, is_per_host: bool) -> _core.SharePlan:
+def plan_of(ranks: list[Rank], keys: Iterable[str], hosts: list[int], *, is_per_host: bool) -> _core.SharePlan:
     messages = []
     for rank in ranks:
-        wanted = _core.WantedReads()
-        wanted.add(rank.items, rank.tag_of, keys)
-        messages.append(wanted.message(rank.tags))
+        tag_of = [None if tag < 0 else rank.tags[tag] for tag in rank.tag_of]
+        messages.append(rank.reads(keys).wanted(tag_of))
     return _core.SharePlan(messages, [0] * len(ranks), hosts, is_per_host)
 
 
-def boxes_of(
-    columns: _core.PartColumns, targets: list[torch.Tensor], wholes: dict[str, torch.Tensor]
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Per part the item, and its boxes in the target and in the whole tensor."""
-    rows = (columns.items, columns.storage_indices, columns.dest_offsets, columns.storage_offsets, columns.lengths)
-    for item, index, dest_offsets, storage_offsets, sizes in zip(*rows, strict=True):
-        yield item, box(targets[item], dest_offsets, sizes), box(wholes[index.fqn], storage_offsets, sizes)
+def number_of(part: ReadItem) -> int:
+    """The item of which it is a part."""
+    return int(part.dest_index.fqn.rsplit(" ", 1)[1])
+
+
+def target_of(part: ReadItem, targets: list[torch.Tensor]) -> torch.Tensor:
+    return box(targets[number_of(part)], part.dest_offsets, part.lengths)
 
 
 def box(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
@@ -83,9 +95,9 @@ def box(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) 
     return tensor
 
 
-def peers_of(table: bytes) -> list[tuple[int, int]]:
+def peers_of(table: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
     """Of a table of ``exchange_runs_``, whose boxes are whole tensors: the other rank and the tensor of each."""
-    entries = torch.frombuffer(bytearray(table), dtype=torch.int64).tolist() if table else []
+    entries = table.tolist()
     found, place = [], 0
     while place < len(entries):
         peer, tensor, dtype, num_dims = entries[place : place + 4]
@@ -95,14 +107,18 @@ def peers_of(table: bytes) -> list[tuple[int, int]]:
     return found
 
 
-def exchange(
-    exchanges: list[_core.SharedExchange], read: list[list[torch.Tensor]], wanted: list[list[torch.Tensor]]
-) -> None:
+def exchange(exchanges: list[_core.SharedExchange], targets: list[list[torch.Tensor]]) -> None:
     for sender, sending in enumerate(exchanges):
         for receiver, receiving in enumerate(exchanges):
-            sent = [read[sender][sending.sources[one]] for peer, one in peers_of(sending.sends) if peer == receiver]
+            sent = [
+                target_of(sending.sources[one][1], targets[sender])
+                for peer, one in peers_of(sending.sends)
+                if peer == receiver
+            ]
             to = [
-                wanted[receiver][receiving.targets[one]] for peer, one in peers_of(receiving.receives) if peer == sender
+                target_of(receiving.targets[one][1], targets[receiver])
+                for peer, one in peers_of(receiving.receives)
+                if peer == sender
             ]
             assert [one.shape for one in sent] == [one.shape for one in to]
             for source, target in zip(sent, to, strict=True):
@@ -124,34 +140,35 @@ def test_random_wants_are_filled_and_read_once(is_per_host: bool, sample: list[f
         tags += [("a", "cpu", item_bytes, True, True)] if draw.random() < 0.3 else []
         ranks = random_ranks(draw, draw.randint(2, 6), tags, shapes)
         hosts = [draw.randrange(2) for _ in ranks]
-        numbers = {key: number for number, key in enumerate(sorted(shapes))}
-        plan = plan_of(ranks, numbers, hosts, is_per_host=is_per_host)
+        plan = plan_of(ranks, shapes, hosts, is_per_host=is_per_host)
         assert plan.wanted_bytes >= plan.repeated_bytes >= 2 * plan.shared_bytes
         plan.assign(sample, 5)
-        parts = [_core.SharedPart(plan.part_message(rank)) for rank in range(len(ranks))]
+        parts = [rank.share(shapes, plan.part_message(number), len(sample)) for number, rank in enumerate(ranks)]
+        shared = [set(part.shared_items) for part in parts]
+        own: list[list[int]] = [[] for _ in ranks]
         targets = [[torch.zeros(item.lengths, dtype=torch.int64) for item in rank.items] for rank in ranks]
         counts: dict[tuple[str, int, int], torch.Tensor] = {}  # how often elements are read, by key, tag and host
         for number in range(parts[0].num_rounds):
-            read: list[list[torch.Tensor]] = [[] for _ in ranks]
-            wanted: list[list[torch.Tensor]] = [[] for _ in ranks]
             for rank, part in enumerate(parts):
-                items = ranks[rank].items
-                for item, target, whole in boxes_of(part.reads(number, items, torch.Size), targets[rank], wholes):
-                    target.copy_(whole)
-                    read[rank].append(target)
-                    key = items[item].storage_index.fqn
-                    of_what = (key, ranks[rank].tag_of[item], hosts[rank] if is_per_host else 0)
+                for item in part.reads([number], True).items[0]:
+                    if number_of(item) not in shared[rank]:
+                        own[rank].append(number_of(item))
+                        continue
+                    key = item.storage_index.fqn
+                    whole = box(wholes[key], item.storage_offsets, item.lengths)
+                    target_of(item, targets[rank]).copy_(whole)
+                    of_what = (key, ranks[rank].tag_of[number_of(item)], hosts[rank] if is_per_host else 0)
                     counts.setdefault(of_what, torch.zeros(torch.Size(shapes[key]).numel()))[whole.flatten() - 1] += 1
-                boxes = boxes_of(part.receives(number, items, torch.Size), targets[rank], wholes)
-                wanted[rank] = [target for _, target, _ in boxes]
             for device in range(len(plan.devices)):
-                exchange([part.exchange(number, device) for part in parts], read, wanted)
+                exchange([part.exchange(number, device) for part in parts], targets)
         assert all(int(count.max()) == 1 for count in counts.values()), seed
         most_rounds = max(most_rounds, parts[0].num_rounds - len(sample))
-        for rank, part in enumerate(parts):
+        for rank in range(len(ranks)):
+            assert sorted({*own[rank], *shared[rank]}) == list(range(len(ranks[rank].items)))
+            assert len(set(own[rank])) == len(own[rank])
             for number, item in enumerate(ranks[rank].items):
                 tag = ranks[rank].tag_of[number]
-                if number not in part.items:
+                if number not in shared[rank]:
                     assert not targets[rank][number].any()  # the rank reads it whole
                 elif not tags[tag][4]:
                     whole = wholes[item.storage_index.fqn]
@@ -162,7 +179,7 @@ def test_random_wants_are_filled_and_read_once(is_per_host: bool, sample: list[f
 def test_parts_are_dealt_out_evenly() -> None:
     tags: list[Tag] = [("a", "cpu", 2, True, False)]
     rank = Rank([item_of("key", 0, (0, 0), (30_000, 2048), 0)], tags, [0])  # 117 MiB
-    plan = plan_of([rank] * 4, {"key": 0}, [0, 0, 1, 1], is_per_host=False)
+    plan = plan_of([rank] * 4, ["key"], [0, 0, 1, 1], is_per_host=False)
     assert (plan.wanted_bytes, plan.repeated_bytes, plan.shared_bytes) == (
         4 * 122_880_000,
         4 * 122_880_000,
@@ -171,10 +188,10 @@ def test_parts_are_dealt_out_evenly() -> None:
     plan.assign([], 16)
     read = []
     for number in range(4):
-        part = _core.SharedPart(plan.part_message(number))
-        rounds = [part.reads(one, rank.items, torch.Size).lengths for one in range(part.num_rounds)]
+        part = rank.share(["key"], plan.part_message(number))
+        rounds = [part.reads([one], True).items[0] for one in range(part.num_rounds)]
         assert len(rounds) > 4 and all(rounds)
-        read.append(sum(sizes.numel() * 2 for of_round in rounds for sizes in of_round))
+        read.append(sum(item.lengths.numel() * 2 for of_round in rounds for item in of_round))
     assert sum(read) == 122_880_000 and max(read) - min(read) <= 2 << 20
     assert len(set(plan.bytes_between)) == 12
 
@@ -185,14 +202,15 @@ def test_what_is_overwritten_is_read_first() -> None:
     sizes = (10_000, 1024)  # 20 MB
     items = [item_of(key, 0, (0, 0), sizes, number) for number, key in enumerate(("first", "tied", "last"))]
     rank = Rank(items, tags, [0, 1, 0])
-    plan = plan_of([rank] * 3, {"first": 0, "last": 1, "tied": 2}, [0] * 3, is_per_host=False)
+    keys = ["first", "last", "tied"]
+    plan = plan_of([rank] * 3, keys, [0] * 3, is_per_host=False)
     plan.assign([], 8)
     rounds: dict[bool, list[int]] = {False: [], True: []}
     for number in range(3):
-        part = _core.SharedPart(plan.part_message(number))
+        part = rank.share(keys, plan.part_message(number))
         for one in range(part.num_rounds):
-            for item in part.reads(one, items, torch.Size).items:
-                rounds[item == 1].append(one)
+            for item in part.reads([one], True).items[0]:
+                rounds[number_of(item) == 1].append(one)
     assert len(rounds[True]) >= 3 and set(rounds[True]) == {0}
     assert set(rounds[False]) == set(range(part.num_rounds)) and part.num_rounds > 3
 
@@ -201,4 +219,22 @@ def test_what_is_no_message_is_refused() -> None:
     with pytest.raises(ValueError, match="wanted reads: broken at byte"):
         _core.SharePlan([b"\xff\xff", b""], [0, 0], [0, 0], False)
     with pytest.raises(ValueError, match="shared reads: broken at byte"):
-        _core.SharedPart(b"\x01\x7f")
+        _core.RankReads([], []).share(b"\x01\x7f", 0)
+
+
+def test_the_first_bytes_are_taken_out() -> None:
+    items = [item_of("key", 0, (0, 0), sizes, number) for number, sizes in enumerate([(2, 3), (4, 10), (0, 5), (5, 2)])]
+    rank = Rank(items, [], [])
+    reads = rank.reads(["key"])
+    assert reads.num_bytes == 8 * (6 + 40 + 10)
+    taken = reads.take(8 * 26, [True])
+    (first, head, empty) = taken.items[0]
+    assert (first, empty, taken.num_bytes) == (items[0], items[2], 8 * (6 + 20))
+    (rest, last) = reads.items[0]
+    assert last == items[3] and reads.num_bytes == 8 * (20 + 10)
+    for item, begin in ((head, 0), (rest, 5)):
+        assert (item.dest_offsets, item.storage_offsets, item.lengths) == ((0, begin), (0, begin), (4, 5))
+        assert {type(value) for value in (item.dest_offsets, item.storage_offsets, item.lengths)} == {torch.Size}
+    assert rank.reads(["key"]).take(8 * 26, [False]).items[0] == [items[0], items[2]]
+    everything = reads.take(reads.num_bytes, [True])
+    assert everything.items[0] == [rest, last] and reads.num_bytes == 0

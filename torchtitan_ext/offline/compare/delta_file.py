@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_ext._core import SumTable, add_sums
+from torchtitan_ext._core import add_sums
 from torchtitan_ext.delta.files import parts_of
-from torchtitan_ext.delta.kept import find_between
+from torchtitan_ext.delta.kept import Found, find_between
 from torchtitan_ext.delta.saved_changes import NOTE, TensorTotals, encode_note, part_names
 from torchtitan_ext.errors import DamagedCheckpointError, Problem, ProblemKind, WrongValueError, refusal
 from torchtitan_ext.layout.layout import Box
@@ -22,7 +22,7 @@ from torchtitan_ext.storage.commit.steps import step_of
 from torchtitan_ext.storage.formats.safetensors_spool import SafetensorsSpool
 from torchtitan_ext.storage.raw_tensor import dtype_name
 from torchtitan_ext.storage.weights.layout import name_problems
-from torchtitan_ext.transfer.changes import Changes
+from torchtitan_ext.transfer.changes import HeldTensor
 
 # For each element that differs: its position, its place in a block, and both again while they are put together.
 _BYTES_PER_CHANGED = 20
@@ -169,14 +169,15 @@ class _Tensor:
         """Adds the tensor's changes to a file. Returns what is noted of it."""
         boxes: list[Box | None] = []
         count, replaced, total = 0, 0, self.before
-        for changes, old, new in self._changes(max_bytes) if self.before != self.after else ():
+        for held, item_bytes, found in self._found(max_bytes) if self.before != self.after else ():
+            (old,), (new,) = found.old_sums, found.new_sums
             replaced, total = add_sums(replaced, old), add_sums(total, new, -old)
-            count += changes.num_changed
-            for part in parts_of(changes):
+            for part in parts_of(found, [held], [item_bytes]):
                 names = part_names(self.key, len(boxes), part.box)
-                for name, (dtype, sizes), data in zip(names, part.shapes(), part.data(), strict=True):
+                for name, (dtype, sizes), data in zip(names, part.shapes, part.tensors, strict=True):
                     spool.add(name, dtype, sizes, data)
                 boxes.append(part.box)
+                count += part.num_changed
         if total != self.after:
             what = "is not what its fingerprint says; --read compares what is there"
             raise DamagedCheckpointError(f"{self.one.source.path} or {self.other.source.path}: {self.key} {what}")
@@ -184,26 +185,8 @@ class _Tensor:
         shape = self.one.shape(self.key)
         return TensorTotals(dtype, shape, count, self.before, replaced, self.after, tuple(boxes))
 
-    def _changes(self, max_bytes: int) -> Iterator[tuple[Changes, int, int]]:
-        """What differs, piece by piece, and the sums of the old and of the new bits."""
-        shape = self.one.shape(self.key)
+    def _found(self, max_bytes: int) -> Iterator[tuple[HeldTensor, int, Found]]:
+        """What differs, piece by piece; before it the piece and the size of its elements."""
         for piece, a, b in pieces_of(self.key, self.one, self.other, max_bytes, _BYTES_PER_CHANGED):
-            held = held_piece(self.key, piece, shape)
-            found = find_between([b], [a], [held])
-            changes = Changes(
-                base_version=0,
-                version=0,
-                tensors=[held],
-                elsewhere=(),
-                kinds={},
-                item_bytes=[piece.dtype.itemsize],
-                counts=found.counts,
-                positions=found.positions,
-                values=found.values,
-                whole=found.whole,
-                base=[],
-                before=SumTable(),
-                replaced=SumTable(),
-                after=SumTable(),
-            )
-            yield changes, found.old_sums[0], found.new_sums[0]
+            held = held_piece(self.key, piece, self.one.shape(self.key))
+            yield held, piece.dtype.itemsize, find_between([b], [a], [held])

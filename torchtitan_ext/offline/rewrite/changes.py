@@ -108,7 +108,7 @@ class ChangeChain:
             changed = self._changed_keys(saved)
             own = [one for one in filled if one[0] in changed]
             held = [held_piece(key, piece, self._keys.tensors[key].size) for key, piece, _ in own]
-            replacement = Replacement.of(held, [tensor for _, _, tensor in own], saved, saved.totals)
+            replacement = Replacement(held, [tensor for _, _, tensor in own], saved, saved.totals)
             for (key, _, _), old, new in zip(own, replacement.old_sums(), replacement.new_sums, strict=True):
                 sums_old.add(key, old)
                 sums_new.add(key, new)

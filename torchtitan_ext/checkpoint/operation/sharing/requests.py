@@ -10,12 +10,11 @@ from typing import Literal
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.operation.phases import Phases
-from torchtitan_ext.checkpoint.operation.sharing.planned_reads import PlannedReads, bytes_of
-from torchtitan_ext.checkpoint.operation.sharing.targets import find_targets
+from torchtitan_ext.checkpoint.operation.sharing.planned_reads import PlannedReads
+from torchtitan_ext.checkpoint.operation.sharing.targets import find_tags
 from torchtitan_ext.checkpoint.planners.saved_chunks import name_metadata
 from torchtitan_ext.checkpoint.rules.report import ReadSharing
 from torchtitan_ext.checkpoint.tables.key_table import host_digest, number_hosts, pack, unpack
-from torchtitan_ext.storage import FileReader
 
 ShareReads = Literal["auto", "host"] | bool
 """Whether ranks share what several of them want: all ranks, those of one host, none, or as measured."""
@@ -47,7 +46,7 @@ class ShareDecision:
     """What the coordinator tells a rank.
 
     Attributes:
-        part: For ``_core.SharedPart``; ``None`` where each rank reads for itself.
+        part: For ``_core.RankReads.share``; ``None`` where each rank reads for itself.
         number: Of this plan, the same on all ranks.
         sample_bytes: Of the rounds that try it, counted once; empty if nothing is tried.
         repeated_bytes, shared_bytes: What several ranks want, counted for each of them, and once.
@@ -64,25 +63,12 @@ class ShareDecision:
     between_hosts: Mapping[tuple[str, str], int]
 
 
-def request_of(sources: Sequence[PlannedReads], phases: Phases) -> ShareRequest:
+def request_of(sources: Sequence[PlannedReads], reads: _core.RankReads, phases: Phases) -> ShareRequest:
     """What this rank wants. Its targets have memory by now. Not collective."""
-    wanted = _core.WantedReads()
-    tags: dict[tuple[str, str, int, bool, bool], int] = {}
-    own_bytes = 0
-    for number, (source, targets) in enumerate(zip(sources, find_targets(sources, phases), strict=True)):
-        tag_of = []
-        for item, target in zip(source.plan.items, targets, strict=True):
-            if target is None or item.storage_index.index is None:
-                tag_of.append(-1)
-                own_bytes += bytes_of(item, source)
-                continue
-            tag = (f"{number} {target.dtype}", target.device, target.item_bytes, target.is_cut, target.is_overwritten)
-            tag_of.append(tags.setdefault(tag, len(tags)))
-        keys = {fqn: position for position, fqn in enumerate(sorted(source.planner.metadata.state_dict_metadata))}
-        wanted.add(source.plan.items, tag_of, keys)
-    message = pack(wanted.message(list(tags)))
-    is_rounded = all(isinstance(source.reader, FileReader) for source in sources)
-    return ShareRequest(message, own_bytes, host_digest(), socket.gethostname(), tuple(map(_mark, sources)), is_rounded)
+    message = pack(reads.wanted(find_tags(sources, reads.items, phases)))
+    is_rounded = all(source.can_cut for source in sources)
+    marks = tuple(map(_mark, sources))
+    return ShareRequest(message, reads.own_bytes, host_digest(), socket.gethostname(), marks, is_rounded)
 
 
 def decide(share_reads: ShareReads, requests: Sequence[ShareRequest]) -> list[ShareDecision]:

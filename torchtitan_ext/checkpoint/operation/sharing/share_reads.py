@@ -1,6 +1,6 @@
 """Ranks that want the same bytes of a checkpoint read them once: one of them reads, and the others get them from it.
 
-1. Each rank tells the coordinator which boxes of saved chunks it wants (``WantedReads``).
+1. Each rank tells the coordinator which boxes of saved chunks it wants (``RankReads``).
 2. The coordinator cuts them into parts, and gives each part to one rank (``csrc/core/shared_reads.h``).
 3. In rounds, each rank reads its parts straight into its targets, while the parts of the round before travel from
    these targets to those of the other ranks. No rank sends before all have read, and verified, the round.
@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.operation.phases import Phases
-from torchtitan_ext.checkpoint.operation.sharing.planned_reads import PlannedReads, bytes_of
+from torchtitan_ext.checkpoint.operation.sharing.planned_reads import PlannedReads, reads_of
 from torchtitan_ext.checkpoint.operation.sharing.requests import (
     FEWEST_SAMPLE_BYTES,
     MOST_SAMPLE_BYTES,
@@ -58,10 +59,7 @@ def offer(share_reads: ShareReads, sources: Sequence[PlannedReads]) -> ShareOffe
     """This rank's offer, before its targets change. Not collective."""
     decisions = [source.plan.planner_data for source in sources]
     can_share = bool(sources) and all(isinstance(one, ReadDecision) and one.is_cover_checked for one in decisions)
-    num_bytes = (
-        0 if share_reads is False else sum(bytes_of(item, source) for source in sources for item in source.plan.items)
-    )
-    return ShareOffer(share_reads, num_bytes, can_share)
+    return ShareOffer(share_reads, 0 if share_reads is False else reads_of(sources).num_bytes, can_share)
 
 
 def is_worth_asking(offers: Sequence[ShareOffer]) -> bool:
@@ -86,42 +84,39 @@ def read_sharing(
     Args:
         doing, undefined: As in ``Phases.on_all``.
     """
-
-    seconds_of_each: float | None = None
+    reads, seconds_of_each = reads_of(sources), None
     if share_reads == "auto":
-        left = list(sources)
 
         def read_some() -> float | None:
             for source in sources:
                 source.planner.change_targets()
-            return _read_some(left)
+            return _read_some(sources, reads)
 
         speeds = phases.on_all("read", read_some, doing=doing, undefined=undefined)
-        sources = left
         wanted_bytes = sum(one.wanted_bytes for one in offers)
         times = [one.wanted_bytes * speed for one, speed in zip(offers, speeds, strict=True) if speed is not None]
         if len(times) == len(offers):
             # Of all ranks the mean: one may have waited for its core.
             seconds_of_each = sum(times) / len(times) / wanted_bytes
             if seconds_of_each * wanted_bytes < _MIN_SECONDS:
-                _read_each(sources, phases, doing, undefined)
+                _read_each(sources, reads, phases, doing, undefined)
                 return ReadSharing(False, f"that takes less than {_MIN_SECONDS} s", wanted_bytes)
 
     def ask() -> ShareRequest:
         if share_reads != "auto":
             for source in sources:
                 source.planner.change_targets()
-        return request_of(sources, phases)
+        return request_of(sources, reads, phases)
 
     decision = phases.through_coordinator(
         "share", ask, lambda requests: decide(share_reads, requests), doing=doing, undefined=undefined
     )
     if decision.part is None:
-        _read_each(sources, phases, doing, undefined)
+        _read_each(sources, reads, phases, doing, undefined)
         return decision.sharing
     with ThreadPoolExecutor(1, "torchtitan_ext.share_reads") as reader:
-        rounds = Rounds(sources, decision, phases, reader, doing, undefined)
-        sharing = _read_rounds(rounds, decision, seconds_of_each)
+        rounds = Rounds(sources, reads, decision, phases, reader, doing, undefined)
+        sharing = _read_rounds(rounds, reads.num_rounds, decision, seconds_of_each)
     seconds = max(rounds.done.exchange_seconds, 1e-9)
     return replace(
         sharing,
@@ -136,30 +131,31 @@ def read_sharing(
     )
 
 
-def _read_each(sources: Sequence[PlannedReads], phases: Phases, doing: str, undefined: tuple[str, ...]) -> None:
+def _read_each(
+    sources: Sequence[PlannedReads], reads: _core.RankReads, phases: Phases, doing: str, undefined: tuple[str, ...]
+) -> None:
     """Every rank reads what it wants. Collective."""
-
-    def read() -> None:
-        for source in sources:
-            source.read(source.plan.items)
-
-    phases.on_all("read", read, doing=doing, undefined=undefined)
+    phases.on_all("read", lambda: _read(sources, reads, reads.num_bytes), doing=doing, undefined=undefined)
 
 
-def _read_some(sources: list[PlannedReads]) -> float | None:
-    """Reads the first few of this rank's bytes, of which it leaves the others: the seconds per byte, if any were read.
+def _read(sources: Sequence[PlannedReads], reads: _core.RankReads, num_bytes: int) -> int:
+    """Takes out and reads the first items, of about so many bytes; returns how many these were."""
+    taken = reads.take(num_bytes, [source.can_cut for source in sources])
+    for source, items in zip(sources, taken.items, strict=True):
+        source.read(items)
+    return taken.num_bytes
+
+
+def _read_some(sources: Sequence[PlannedReads], reads: _core.RankReads) -> float | None:
+    """Reads the first few of this rank's bytes: the seconds per byte, if any were read.
 
     All ranks read theirs: so few bytes at first that a slow store has them soon, and more as long as that says little.
     """
     speed = None
     num_bytes = FEWEST_SAMPLE_BYTES // 4  # files are opened, and memory is made
     while num_bytes <= MOST_SAMPLE_BYTES:
-        num_read, left, begin = 0, num_bytes, time.perf_counter()
-        for position, source in enumerate(sources):
-            items, sources[position] = source.split(left)
-            source.read(items)
-            read = sum(bytes_of(item, source) for item in items)
-            num_read, left = num_read + read, left - read
+        begin = time.perf_counter()
+        num_read = _read(sources, reads, num_bytes)
         if 2 * num_read < num_bytes:
             break
         seconds = time.perf_counter() - begin
@@ -171,14 +167,16 @@ def _read_some(sources: list[PlannedReads]) -> float | None:
     return speed
 
 
-def _read_rounds(rounds: Rounds, decision: ShareDecision, seconds_of_each: float | None) -> ReadSharing:
+def _read_rounds(
+    rounds: Rounds, num_rounds: int, decision: ShareDecision, seconds_of_each: float | None
+) -> ReadSharing:
     """Reads all rounds, and those of a sample first: then what is left in the faster way. Collective.
 
     Args:
         seconds_of_each: Per byte that a rank wants, if each reads its own; ``None`` if that is not known.
     """
     sharing, sample = decision.sharing, decision.sample_bytes
-    rest = list(range(len(sample), rounds.num_rounds))
+    rest = list(range(len(sample), num_rounds))
     if sample:
         rounds.step([0])
         first = rounds.step([1])  # while round 0 travels
