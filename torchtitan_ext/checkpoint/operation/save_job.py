@@ -58,14 +58,14 @@ class OnStorageError:
     whose cause is the state, and lost ranks, whose group can do nothing more, are always raised.
     """
 
-    action: Literal["raise", "warn"] = "raise"
+    on_error: Literal["raise", "warn"] = "raise"
     fallback: str | os.PathLike[str] | None = None
     retries: int = 0
     max_failures: int = 3
 
     def check(self, operation: str, path: object) -> None:
-        if self.action not in ("raise", "warn"):
-            raise WrongValueError(f'{operation}: got on_error={self.action!r}, expected "raise" or "warn"')
+        if self.on_error not in ("raise", "warn"):
+            raise WrongValueError(f'{operation}: got on_error={self.on_error!r}, expected "raise" or "warn"')
         for name, least in (("retries", 0), ("max_failures", 1)):
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
