@@ -264,14 +264,18 @@ def test_trainer_resumes_on_another_mesh(
         assert_goes_on(before, after, sizes, DECAY)
 
 
+def callback_of_the_page(run: Path, **options: Any) -> Any:
+    page = (Path(__file__).parents[2] / "docs" / "use" / "adoption.md").read_text()
+    names: dict[str, Any] = {"Callback": Callback, "tte": tte}
+    exec(page.split("# Lightning: a run\n")[1].split("```")[0], names)
+    return names["RunCheckpoints"](run, **options)
+
+
 def fit_by_manager(
     rank: int, world_size: int, mesh: Mesh, sizes: Sizes, run: Path, num_epochs: int, max_steps: int
 ) -> tuple[list[float], list[int], int]:
     """The Trainer with the callback of the page: losses, the steps that are kept, and the Trainer's count."""
-    page = (Path(__file__).parents[2] / "docs" / "use" / "adoption.md").read_text()
-    names: dict[str, Any] = {"Callback": Callback, "tte": tte}
-    exec(page.split("# Lightning: a run\n")[1].split("```")[0], names)
-    callback = names["RunCheckpoints"](run, every=NUM_STEPS, keep=2)
+    callback = callback_of_the_page(run, every=NUM_STEPS, keep=2)
     module = TrainerModule(sizes, seed=int(max_steps < 0))
     trainer = trainer_of(mesh, num_epochs, callback, enable_checkpointing=False, max_steps=max_steps)
     trainer.fit(module)
@@ -286,3 +290,26 @@ def test_trainer_goes_on_by_a_manager(run_world, tmp_path: Path, old: Mesh, new:
     for after, kept, step in run_world(new[0] * new[1], fit_by_manager, new, EVEN, tmp_path, 2, -1):
         assert_goes_on(before[:NUM_STEPS], after, EVEN, DECAY)
         assert kept == [NUM_STEPS, 2 * NUM_STEPS] and step == 2 * NUM_STEPS  # keep=2 removes none
+
+
+def fit_steps_of_several_batches(rank: int, world_size: int, run: Path) -> list[int]:
+    """The steps that are saved, in the order of the calls, of four epochs of one step in two jobs."""
+    calls: list[int] = []
+    save = tte.CheckpointManager.save
+
+    def note(manager: Any, state: Any = None, step: int | None = None) -> None:
+        calls.append(step or 0)
+        save(manager, state, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tte.CheckpointManager, "save", note)
+        for num_epochs in (2, 4):
+            options = {"enable_checkpointing": False, "accumulate_grad_batches": NUM_STEPS}
+            trainer = trainer_of((world_size, 1), num_epochs, callback_of_the_page(run, every=1), **options)
+            trainer.fit(TrainerModule(EVEN, seed=0))
+            assert trainer.global_step == num_epochs
+    return calls
+
+
+def test_a_step_of_several_batches_is_saved_once(run_world, tmp_path: Path) -> None:
+    assert run_world(2, fit_steps_of_several_batches, tmp_path) == [[1, 2, 3, 4]] * 2

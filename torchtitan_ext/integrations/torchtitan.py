@@ -147,7 +147,6 @@ class ElasticCheckpointManager(CheckpointManager):
         self._on_storage_error.check("elastic_checkpoint", self.folder)
         self._is_refused = self._is_last = False
         """Whether storage refused the last save that has ended; whether the last save of the run is made."""
-        self._latest_id = ""
         if self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
             self.stager = CpuStager(process=True)  # torchtitan, too, keeps pinned memory and writes in a process
         self._run = runs.CheckpointManager(
@@ -370,7 +369,7 @@ def _dp_size(states: dict[str, Any]) -> int:
             f"elastic_checkpoint: a data loader of class {type(loader).__name__} does not say how many data-parallel "
             "ranks there are; give it an attribute dp_world_size"
         )
-    return told[0] if told else int(dims.dp_replicate * dims.dp_shard)
+    return int(dims.dp_replicate * dims.dp_shard)
 
 
 def _num_token_ranks(states: dict[str, Any]) -> int:
