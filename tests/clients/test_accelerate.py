@@ -69,17 +69,17 @@ class Job:
             )
 
     def train(self, num_steps: int, start: int = 0) -> list[float]:
-        losses = []
         batches = iter(self.accelerator.skip_first_batches(self.loader, start))
-        for _ in range(num_steps):
-            inputs, classes = next(batches)
-            loss = nn.functional.cross_entropy(self.model(inputs), classes)
-            self.accelerator.backward(loss)
-            self.optimizer.step()
-            self.schedule.step()
-            self.optimizer.zero_grad()
-            losses.append(self.accelerator.reduce(loss.detach(), "mean").item())
-        return losses
+        return [self.step(next(batches)) for _ in range(num_steps)]
+
+    def step(self, batch: Any) -> float:
+        inputs, classes = batch
+        loss = nn.functional.cross_entropy(self.model(inputs), classes)
+        self.accelerator.backward(loss)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        return self.accelerator.reduce(loss.detach(), "mean").item()
 
     def fingerprint(self) -> Any:
         model, optimizer = get_state_dict(self.model, self.optimizer.optimizer)
@@ -159,3 +159,33 @@ def test_accelerate_merges_what_was_saved_with_ours(saved_by_4_x_2: tuple[Path, 
     assert {name: tensor.shape for name, tensor in merged.items()} == {
         name: tensor.shape for name, tensor in Classifier().state_dict().items()
     }
+
+
+def run_by_manager(rank: int, world_size: int, run: Path, tp: int, last: int) -> tuple[list[float], list[int]]:
+    """The program of the page, ended after some steps: the losses since the start, and the steps that are kept."""
+    page = (Path(__file__).parents[2] / "docs" / "use" / "adoption.md").read_text()
+    program = page.split("# accelerate: a run\n")[1].split("```")[0].replace("every=500", "every=2")
+    with fsdp_on_cpu():
+        job, losses = Job(world_size // tp, tp), []
+
+        def train(batch: Any) -> None:
+            if len(losses) == last:
+                raise KeyboardInterrupt
+            losses.append(job.step(batch))
+
+        names = {name: getattr(job, name) for name in ("accelerator", "model", "optimizer", "schedule", "loader")}
+        try:
+            exec(program, {"tte": tte, "run": run, "train": train, **names})
+        except KeyboardInterrupt:
+            pass
+        return losses, tte.CheckpointManager(run, model=job.model).steps()
+
+
+def test_a_run_goes_on_by_a_manager(run_world: Callable[..., Any], tmp_path: Path) -> None:
+    whole, kept = run_world(4, run_by_manager, tmp_path / "whole", 2, -1)[0]
+    assert len(whole) == 8 and kept == [4, 6, 8]
+    begun, kept = run_world(4, run_by_manager, tmp_path / "run", 2, 5)[0]
+    assert begun == pytest.approx(whole[:5], abs=1e-5) and kept == [2, 4]
+    ranks = run_world(3, run_by_manager, tmp_path / "run", 1, -1)
+    assert all(rest == pytest.approx(whole[4:], abs=1e-5) for rest, _ in ranks)
+    assert ranks[0][1] == [4, 6, 8], "the coordinator removes old steps"

@@ -24,7 +24,7 @@ from lightning import Fabric, LightningModule, Trainer
 from lightning.fabric import strategies as of_fabric
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch import strategies as of_trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 pytestmark = pytest.mark.slow
 Mesh = tuple[int, int]  # data parallel x tensor parallel
@@ -208,19 +208,23 @@ class TrainerModule(LightningModule):
         return loss
 
 
-def train_epochs(mesh: Mesh, sizes: Sizes, seed: int, num_epochs: int, save_to: Path, load_from: str | None) -> Any:
-    """Losses of the Trainer's epochs, and where its own callback has saved the last of them."""
-    module = TrainerModule(sizes, seed)
-    trainer = Trainer(
+def trainer_of(mesh: Mesh, num_epochs: int, callback: Callback, **options: Any) -> Trainer:
+    return Trainer(
         accelerator="cpu",
         devices=mesh[0] * mesh[1],
         strategy=of_trainer.ModelParallelStrategy(*mesh),
         max_epochs=num_epochs,
-        callbacks=[ModelCheckpoint(save_to)],
+        callbacks=[callback],
         use_distributed_sampler=False,  # It shuffles.
         logger=False,
         enable_progress_bar=False,
+        **options,
     )
+
+
+def train_epochs(mesh: Mesh, sizes: Sizes, seed: int, num_epochs: int, save_to: Path, load_from: str | None) -> Any:
+    """Losses of the Trainer's epochs, and where its own callback has saved the last of them."""
+    module, trainer = TrainerModule(sizes, seed), trainer_of(mesh, num_epochs, ModelCheckpoint(save_to))
     trainer.fit(module, ckpt_path=load_from)
     return module.losses, trainer.checkpoint_callback.best_model_path
 
@@ -258,3 +262,54 @@ def test_trainer_resumes_on_another_mesh(
     assert len(resumed) == 2 * len(sides)
     for after in resumed.values():
         assert_goes_on(before, after, sizes, DECAY)
+
+
+def callback_of_the_page(run: Path, **options: Any) -> Any:
+    page = (Path(__file__).parents[2] / "docs" / "use" / "adoption.md").read_text()
+    names: dict[str, Any] = {"Callback": Callback, "tte": tte}
+    exec(page.split("# Lightning: a run\n")[1].split("```")[0], names)
+    return names["RunCheckpoints"](run, **options)
+
+
+def fit_by_manager(
+    rank: int, world_size: int, mesh: Mesh, sizes: Sizes, run: Path, num_epochs: int, max_steps: int
+) -> tuple[list[float], list[int], int]:
+    """The Trainer with the callback of the page: losses, the steps that are kept, and the Trainer's count."""
+    callback = callback_of_the_page(run, every=NUM_STEPS, keep=2)
+    module = TrainerModule(sizes, seed=int(max_steps < 0))
+    trainer = trainer_of(mesh, num_epochs, callback, enable_checkpointing=False, max_steps=max_steps)
+    trainer.fit(module)
+    return module.losses, callback.manager.steps(), trainer.global_step
+
+
+@pytest.mark.parametrize(("old", "new"), [((2, 2), (1, 2)), ((3, 1), (2, 1))])
+def test_trainer_goes_on_by_a_manager(run_world, tmp_path: Path, old: Mesh, new: Mesh) -> None:
+    # The first job ends in the second epoch: the other one begins after the first, with other weights.
+    before, kept, _ = run_world(old[0] * old[1], fit_by_manager, old, EVEN, tmp_path, 2, NUM_STEPS + 1)[0]
+    assert len(before) == NUM_STEPS + 1 and kept == [NUM_STEPS]
+    for after, kept, step in run_world(new[0] * new[1], fit_by_manager, new, EVEN, tmp_path, 2, -1):
+        assert_goes_on(before[:NUM_STEPS], after, EVEN, DECAY)
+        assert kept == [NUM_STEPS, 2 * NUM_STEPS] and step == 2 * NUM_STEPS  # keep=2 removes none
+
+
+def fit_steps_of_several_batches(rank: int, world_size: int, run: Path) -> list[int]:
+    """The steps that are saved, in the order of the calls, of four epochs of one step in two jobs."""
+    calls: list[int] = []
+    save = tte.CheckpointManager.save
+
+    def note(manager: Any, state: Any = None, step: int | None = None) -> None:
+        calls.append(step or 0)
+        save(manager, state, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tte.CheckpointManager, "save", note)
+        for num_epochs in (2, 4):
+            options = {"enable_checkpointing": False, "accumulate_grad_batches": NUM_STEPS}
+            trainer = trainer_of((world_size, 1), num_epochs, callback_of_the_page(run, every=1), **options)
+            trainer.fit(TrainerModule(EVEN, seed=0))
+            assert trainer.global_step == num_epochs
+    return calls
+
+
+def test_a_step_of_several_batches_is_saved_once(run_world, tmp_path: Path) -> None:
+    assert run_world(2, fit_steps_of_several_batches, tmp_path) == [[1, 2, 3, 4]] * 2

@@ -31,6 +31,7 @@ from torchtitan_ext.elastic import World
 from torchtitan_ext.errors import AbsentRunError, CheckpointFailedError, StateRefusedError
 from torchtitan_ext.integrations import torchtitan as ours
 from torchtitan_ext.integrations.torchtitan import ElasticCheckpointManager, ElasticTextDataLoader
+from torchtitan_ext.runs import checkpoint_manager
 from torchtitan_ext.storage import FileWriter
 from torchtitan_ext.storage.commit.steps import folders_in_fallback
 
@@ -334,17 +335,25 @@ def test_the_timeout_reaches_saves_and_loads(monkeypatch: Any, tmp_path: Path) -
         seen.append(call.timeout_seconds)
         return saved
 
+    def note_pending(*args: Any) -> Any:
+        future: Future[SaveResult] = Future()
+        future.set_result(note(*args))
+        return future
+
+    monkeypatch.setattr(checkpoint_manager, "save_now", note)
+    monkeypatch.setattr(checkpoint_manager, "save_later", note_pending)
     monkeypatch.setattr(ours, "save_now", note)
-    monkeypatch.setattr(ours, "save_later", note)
     report = LoadReport(World(1), World(1), ())
     monkeypatch.setattr(ours, "load", lambda *_, timeout_seconds, **__: seen.append(timeout_seconds) or report)
     loader = loader_of(ElasticTextDataLoader.Config(dataset="documents", num_shards=8), 0, 1)
-    manager = manager_of(ElasticCheckpointManager.Config(**OPTIONS, timeout_seconds=7.5), tmp_path, loader)
-    manager.dcp_save({}, "step-1", AsyncMode.DISABLED)
-    manager.dcp_save({}, "step-1", AsyncMode.ASYNC)
-    manager.dcp_save({}, "step-1", AsyncMode.ASYNC_WITH_PINNED_MEM)
+    monkeypatch.setattr(torch.distributed, "new_group", lambda **_: None)
+    for mode in AsyncMode:
+        config = ElasticCheckpointManager.Config(**OPTIONS, timeout_seconds=7.5, async_mode=mode)
+        manager = manager_of(config, tmp_path, loader)
+        manager.dcp_save({}, "step-1", mode)
+    manager.save(2, last_step=True)
     manager.dcp_load({}, "step-1", from_hf=False, from_quantized=False)
-    assert seen == [7.5] * 4
+    assert seen == [7.5] * 5
 
 
 class HubAdapter:
@@ -385,6 +394,36 @@ def save_for_the_hub(rank: int, world_size: int, path: Path) -> list[float]:
 
 def test_the_last_step_goes_to_the_hub_and_a_run_begins_from_it(run_world, tmp_path: Path) -> None:
     assert run_world(2, save_for_the_hub, tmp_path) == [[1.5] * 4] * 2
+
+
+class TwoFiles(HubAdapter):
+    """Weights in two files, with an index, by which torchtitan takes them for a step."""
+
+    fqn_to_index_mapping: dict[str, int] | None = {"model.weight": 1, "model.twin": 2}
+
+    def to_hf(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {**super().to_hf(state), "model.twin": state["weight"].clone()}
+
+
+def end_in_several_files(rank: int, world_size: int, path: Path) -> tuple[str, str, int]:
+    """A run of three steps, of which two stay, ends with weights for the hub, and is started again."""
+    loader = loader_of(ElasticTextDataLoader.Config(dataset="documents", num_shards=8), rank, world_size)
+    config = ElasticCheckpointManager.Config(**{**HUB, "keep_latest_k": 2})
+    manager = manager_of(config, path, loader, adapter=TwoFiles())
+    for step in range(1, 4):
+        manager.states["train_state"].step = step
+        manager.save(step)
+    manager.save(5, last_step=True)
+    with pytest.raises(StateRefusedError) as refused:
+        manager.load()
+    assert manager.load(step=3)
+    return _names(path), str(refused.value), manager.states["train_state"].step
+
+
+def test_a_run_does_not_go_on_below_its_last_save(run_world, tmp_path: Path) -> None:
+    for names, text, step in run_world(2, end_in_several_files, tmp_path):
+        assert names == "step-2 step-3 step-5", "the last save removes no step"
+        assert "step-5 has a model and nothing else" in text and step == 3
 
 
 def test_weights_of_the_hub_that_do_not_fit_are_refused_in_flags(tmp_path: Path) -> None:

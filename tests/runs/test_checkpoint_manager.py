@@ -23,6 +23,7 @@ from lost_worlds import end_rank, run_losing_world
 from models import BY_NAME, EVEN, UNEVEN, build_model, build_optimizer, build_whole, differences, leaves, take_steps
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, get_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
 
 import torchtitan_ext as tte
 from torchtitan_ext.checkpoint.operation import choose_step
@@ -76,6 +77,47 @@ def test_a_run_stops_and_goes_on(tmp_path: Path, options: dict[str, Any]) -> Non
         assert [step for step in range(20) if manager.should_save(step)] == []
     with pytest.raises(ValueError, match="the manager is closed; make a new one"):
         manager.resume(state_of(0))
+
+
+def test_steps_that_others_load(tmp_path: Path) -> None:
+    with Manager(tmp_path / "run") as manager:
+        assert manager.find() is None and manager.pending is None
+        for step in (1, 2):
+            manager.save(state_of(step), step)
+        assert manager.pending is not None
+        assert manager.find() == tmp_path / "run" / "step-2" and manager.pending is None
+        assert manager.find(1) == tmp_path / "run" / "step-1"
+        with pytest.raises(NoCheckpointError, match="no finished checkpoint of step 7"):
+            manager.find(7)
+    place = OnStorageError(fallback=tmp_path / "fallback").place_of(tmp_path / "lost" / "step-5")
+    tte.save(state_of(5), place)
+    with Manager(tmp_path / "lost", fallback=tmp_path / "fallback") as manager:
+        assert str(manager.find(5)) == place
+        with pytest.raises(AbsentRunError, match="pass step=5"):
+            manager.find()
+
+
+class SeveralOptimizers(torch.optim.Optimizer, Stateful):
+    """One object for several optimizers, with a state of its own, as torchtitan's."""
+
+    def __init__(self) -> None:
+        super().__init__([nn.Parameter(torch.zeros(1))], {})
+        self.moments = torch.zeros(3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"a.weight.moments": self.moments}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.moments = state["a.weight.moments"]
+
+
+def test_optimizers_with_a_state_of_their_own(tmp_path: Path) -> None:
+    optimizer = SeveralOptimizers()
+    optimizer.moments += 7
+    with Manager(tmp_path) as manager:
+        manager.save({"optimizer": optimizer}, 1)
+    other = SeveralOptimizers()
+    assert Manager(tmp_path, optimizer=other).resume() == 1 and other.moments.eq(7).all()
 
 
 def test_steps_that_stay_for_good(tmp_path: Path) -> None:

@@ -56,8 +56,7 @@ def with_old_options(operation: str, job: SaveJob, old: Mapping[str, Any]) -> Sa
         options = ", ".join(f"{name}=..." for name in of_runs)
         _warn(operation, " and ".join(of_runs), f"tte.CheckpointManager(run, {options})")
     soft = {one.name: of_runs[one.name] for one in fields(OnStorageError) if one.name in of_runs}
-    handling = OnStorageError(of_runs.get("on_error", "raise"), **soft)
-    return replace(job, keep=Keep.of(of_runs.get("keep")), on_storage_error=handling)
+    return replace(job, keep=Keep.of(of_runs.get("keep")), on_storage_error=OnStorageError(**soft))
 
 
 def note_old_load_options(old: Mapping[str, Any]) -> None:

@@ -59,8 +59,7 @@ OPTIONS: Mapping[type, tuple[str, ...]] = {
 }
 """The options that ``install`` passes to each of our classes."""
 
-_ON_ERROR = "on_error"
-SOFT_OPTIONS = (_ON_ERROR, *(one.name for one in fields(OnStorageError) if one.name != "action"))
+SOFT_OPTIONS = tuple(one.name for one in fields(OnStorageError))
 """The options of saves that storage refuses: those of ``tte.CheckpointManager``, for saves that write our files."""
 
 # Attributes of stock's planner that ours takes over.
@@ -197,8 +196,7 @@ def _settings(function: str, planners: bool, storage: bool, options: dict[str, A
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise TypeError(f"{function}: got the option(s) {', '.join(unknown)}, expected some of {', '.join(known)}")
-    soft = {name: options[name] for name in SOFT_OPTIONS if name in options}
-    on_storage_error = OnStorageError(soft.pop(_ON_ERROR, "raise"), **soft)
+    on_storage_error = OnStorageError(**{name: options[name] for name in SOFT_OPTIONS if name in options})
     on_storage_error.check(function, ".")
     if on_storage_error.fallback is not None and not is_local(on_storage_error.fallback):
         raise WrongValueError(f"{function}: got fallback={options['fallback']!r}, expected a local directory")

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import sys
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
-from functools import partial
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -24,16 +24,18 @@ import torch
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
+from torchtitan_ext import runs
 from torchtitan_ext.checkpoint import CpuStager, LoadPlanner, SaveResult, load
-from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases
+from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS
 from torchtitan_ext.checkpoint.operation.save_job import OnStorageError, SaveJob
-from torchtitan_ext.checkpoint.operation.saves import Call, save_later, save_now
+from torchtitan_ext.checkpoint.operation.saves import Call, save_now
 from torchtitan_ext.checkpoint.rules.casts import CastPolicy
 from torchtitan_ext.checkpoint.rules.policy import Action, Strict
 from torchtitan_ext.elastic import ElasticDataLoader, ElasticPolicy
 from torchtitan_ext.errors import (
     AbsentRunError,
     MissingStateError,
+    NoCheckpointError,
     Problem,
     StateRefusedError,
     WrongValueError,
@@ -41,9 +43,7 @@ from torchtitan_ext.errors import (
 )
 from torchtitan_ext.integrations.torchtitan_flags import Options, in_flags, with_excluded
 from torchtitan_ext.integrations.torchtitan_train_state import RunTrainState
-from torchtitan_ext.storage.commit.branch import abandoned_steps, finished_steps
-from torchtitan_ext.storage.commit.steps import folders_in_fallback, is_absent
-from torchtitan_ext.storage.runs.retention import Keep, old_steps
+from torchtitan_ext.storage.commit.steps import STEP, has_finished, step_of
 from torchtitan_ext.storage.weights.writer import SafetensorsWriter
 
 try:
@@ -89,17 +89,18 @@ else:
 # What elastic_data saves beside torchtitan's own entries, which torchtitan's loader reads.
 _OF_ELASTIC_DATA = (f"{DATALOADER}.loader", f"{DATALOADER}.shard_*")
 
-_CHOOSING = "the steps of the run were looked for; nothing was changed"
-
 
 class ElasticCheckpointManager(CheckpointManager):
-    """torchtitan's checkpoint manager, with ``tte.save`` and ``tte.load`` in the place of DCP's.
+    """torchtitan's checkpoint manager, on a ``tte.CheckpointManager`` of the run and ``tte.load``.
 
-    Folders and intervals stay torchtitan's, and so do quantised weights of Hugging Face. A load that cannot succeed is
-    refused with one report before anything is changed; a load that succeeds logs its report.
+    The run's manager saves the steps, keeps the pending save, removes old steps and finds the step to load. Names of
+    folders and intervals stay torchtitan's; so do the last save, which is no step to go on from, and quantised weights
+    of Hugging Face. A load that cannot succeed is refused with one report before anything is changed; a load that
+    succeeds logs its report.
     """
 
     folder: str
+    _run: runs.CheckpointManager
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
@@ -131,7 +132,7 @@ class ElasticCheckpointManager(CheckpointManager):
         def changed_options(self) -> dict[str, Any]:
             """The options of ``elastic_checkpoint`` that are not the defaults."""
             options = {"policy": {}, "strict": "error", "cast": "exact", "timeout_seconds": TIMEOUT_SECONDS}
-            options |= {"on_error": "raise", "fallback": None, "retries": 0, "max_failures": 3}
+            options |= asdict(OnStorageError())
             own = {name: getattr(self, name) for name in options}
             return {name: value for name, value in own.items() if value != options[name]}
 
@@ -144,12 +145,20 @@ class ElasticCheckpointManager(CheckpointManager):
         self._train_state = RunTrainState(self.states[TRAIN_STATE], _num_token_ranks(self.states))
         self._on_storage_error = OnStorageError(config.on_error, config.fallback, config.retries, config.max_failures)
         self._on_storage_error.check("elastic_checkpoint", self.folder)
-        self._latest_save: Path | None = None
-        self._is_refused = False
-        """Whether storage refused the last save that has ended."""
-        self._id_of_future = ""
+        self._is_refused = self._is_last = False
+        """Whether storage refused the last save that has ended; whether the last save of the run is made."""
         if self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
             self.stager = CpuStager(process=True)  # torchtitan, too, keeps pinned memory and writes in a process
+        self._run = runs.CheckpointManager(
+            self.folder,
+            keep=None if filesystem.is_remote(self.folder) else self.keep_latest_k or None,
+            asynchronous=self.async_mode != AsyncMode.DISABLED,
+            stager=self.stager,
+            step_pattern=STEP.text,
+            process_group=self.pg,
+            timeout_seconds=config.timeout_seconds,
+            **asdict(self._on_storage_error),
+        )
         _warn_of_data_not_replaced(self.states)
 
     @torch.no_grad()
@@ -164,41 +173,45 @@ class ElasticCheckpointManager(CheckpointManager):
         """Collective, as torchtitan calls it; returns what it expects in each mode. Asynchronous saves are staged."""
         if to_hf and async_mode != AsyncMode.DISABLED:  # torchtitan saves its last step alone in this format
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
-        writer: SafetensorsWriter | None = None
-        if to_hf:
-            assert self.sd_adapter is not None, "sd_adapter is required for to_hf=True"
-            state_dict = self.sd_adapter.to_hf(state_dict)
-            writer = SafetensorsWriter(checkpoint_id, file_numbers=self.sd_adapter.fqn_to_index_mapping)
-        state_dict = self._with_run_tokens(state_dict)
-        job = SaveJob(checkpoint_id, writer, on_storage_error=self._on_storage_error)
-        call = Call("save", timeout_seconds=self._config.timeout_seconds)
-        self._latest_save = None
-        if async_mode != AsyncMode.DISABLED:
-            # The save removes old steps itself when it is committed: before, too few whole steps would be left.
-            keep = None if filesystem.is_remote(self.folder) else self.keep_latest_k or None
-            job, call = replace(job, keep=Keep.of(keep)), replace(call, name="async_save", process_group=self.pg)
-            saved: Future[Any] = save_later(state_dict, job, call, self.stager)
-            self._id_of_future = checkpoint_id
-            if async_mode == AsyncMode.ASYNC:
-                return saved
-            staged: Future[None] = Future()
-            staged.set_result(None)
-            return AsyncSaveResponse(staging_completion=staged, upload_completion=saved)
-        result = save_now(state_dict, job, call)
-        self._log_refusal(checkpoint_id, result)
-        if not result.error:
-            self._latest_save = Path(result.path)
+        self._latest_id = checkpoint_id
+        if self._is_last:
+            self._log_refusal(self._saved_last(state_dict, checkpoint_id, to_hf))
+        else:
+            self._run.save(self._with_run_tokens(state_dict), step_of(checkpoint_id))
+            saved: Future[Any] | None = self._run.pending
+            if saved is not None:
+                if async_mode == AsyncMode.ASYNC:
+                    return saved
+                staged: Future[None] = Future()
+                staged.set_result(None)
+                return AsyncSaveResponse(staging_completion=staged, upload_completion=saved)
+            self._log_refusal(self._run.wait())
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
         return None
 
-    def _log_refusal(self, checkpoint_id: str, result: SaveResult) -> None:
+    def _saved_last(self, state_dict: dict[str, Any], path: str, to_hf: bool) -> SaveResult:
+        """Saves what torchtitan saves last: the seed of a run, all of a step, or a model to be used elsewhere.
+
+        Removes no step, and raises what storage refuses, whatever ``on_error`` says: no later save makes up for it.
+        """
+        writer: SafetensorsWriter | None = None
+        if to_hf:
+            assert self.sd_adapter is not None, "sd_adapter is required for to_hf=True"
+            state_dict = self.sd_adapter.to_hf(state_dict)
+            writer = SafetensorsWriter(path, file_numbers=self.sd_adapter.fqn_to_index_mapping)
+        job = SaveJob(path, writer, on_storage_error=replace(self._on_storage_error, on_error="raise"))
+        call = Call("save", timeout_seconds=self._config.timeout_seconds)
+        return save_now(self._with_run_tokens(state_dict), job, call)
+
+    def _log_refusal(self, result: SaveResult | None) -> None:
         """Logs what storage refused: torchtitan's own log takes every save that raises nothing for finished."""
+        assert result is not None, "a save without a result, please report"
         self._is_refused = bool(result.error)
         if self._is_refused:
-            logger.warning(f"{checkpoint_id}: {result.error}")
-        elif result.path == self._on_storage_error.place_of(checkpoint_id):
-            logger.warning(f"{checkpoint_id}: storage refused this save; it is in {result.path}")
+            logger.warning(f"{self._latest_id}: {result.error}")
+        elif result.path == self._on_storage_error.place_of(self._latest_id):
+            logger.warning(f"{self._latest_id}: storage refused this save; it is in {result.path}")
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         """As in torchtitan; false, too, where storage refused the save."""
@@ -206,58 +219,38 @@ class ElasticCheckpointManager(CheckpointManager):
         return is_saved and (self.save_future is not None or not self._is_refused)
 
     def _save_last_step(self, curr_step: int) -> None:
-        """Raises what storage refuses, whatever ``on_error`` says: no later save would make up for it."""
-        self._on_storage_error = replace(self._on_storage_error, action="raise")
-        super()._save_last_step(curr_step)
+        self._is_last = True
+        try:
+            super()._save_last_step(curr_step)
+        finally:
+            self._is_last = False
 
     def _wait_for_saving(self) -> None:
-        saved = self.save_future
-        super()._wait_for_saving()
-        if saved is not None:
-            self._log_refusal(self._id_of_future, saved.result())
+        self.save_future = None  # an error is raised once
+        self._log_refusal(self._run.wait())
 
     def _load(self, step: int = -1) -> bool:
-        """As in torchtitan, from the fallback where that has the step and the folder of the run has not. Collective.
+        """As in torchtitan, of the step that the run's manager finds, also in the fallback. Collective.
 
         Raises:
             AbsentRunError: Only the fallback has steps, and ``load_step`` names none. The same on every rank.
         """
-        own, fallback = self.folder, self._on_storage_error.fallback
-        if fallback is None:
-            return super()._load(step)
-        with Phases("load", path=own, timeout_seconds=self._config.timeout_seconds) as phases:
-            choose = partial(self._folder_with, step, str(fallback))
-            self.folder, step = phases.to_coordinator("choose", lambda: None, lambda _: choose(), doing=_CHOOSING)
+        own = self.folder
+        try:
+            path = self._run.find(None if step == -1 else step)
+        except NoCheckpointError:
+            path = None  # torchtitan says which folder lacks the step
+        except AbsentRunError as error:
+            raise replace(error, option="--checkpoint.load_step=") from None
+        exported = self._find_load_step(own) if step == -1 else -1
+        if path is not None:
+            self.folder, step = os.path.dirname(path), step_of(path) or 0
+            if exported > step and not has_finished(Path(self._create_checkpoint_id(exported, own))):
+                self.folder, step = own, exported  # the last save of a run, for the hub: no run goes on from it
         try:
             return super()._load(step)
         finally:
             self.folder = own
-
-    def _find_load_step(self, folder: str = "") -> int:
-        """As in torchtitan, but for steps that the run has left behind where it was set back."""
-        newest: int = super()._find_load_step(folder)
-        if filesystem.is_remote(self.folder):
-            return newest
-        steps = finished_steps(self._on_storage_error.runs_of(self._create_checkpoint_id(0, self.folder)), None)
-        left, run = abandoned_steps(steps), os.path.abspath(folder or self.folder)
-        here = {number: path in left for number, path in steps if str(path.parent) == run}
-        if not here.get(newest):
-            return newest
-        return max((number for number, is_left in here.items() if not is_left), default=-1)
-
-    def _folder_with(self, step: int, fallback: str) -> tuple[str, int]:
-        """The folder to load a step from, or the latest step of both; the run's own one where both have it."""
-        folders = [self.folder, *folders_in_fallback(self.folder, fallback)]
-        folders = [folder for folder in folders if filesystem.exists(folder)]
-        if step == -1:
-            chosen = max(folders, key=self._find_load_step, default=self.folder)
-            newest = self._find_load_step(chosen)
-            if newest != -1 and not filesystem.is_remote(self.folder) and is_absent(Path(self.folder)):
-                raise AbsentRunError(self.folder, chosen, newest, "--checkpoint.load_step=")
-            return chosen, newest
-        steps = [(self._create_checkpoint_id(step, folder), folder) for folder in folders]
-        finished = (folder for path, folder in steps if filesystem.isfile(filesystem.join(path, ".metadata")))
-        return next(finished, self.folder), step
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         """Collective, as torchtitan calls it; raises what ``tte.load`` raises."""
@@ -314,8 +307,8 @@ class ElasticCheckpointManager(CheckpointManager):
         self._train_state.set_run_tokens(rank_tokens * dp_size * _num_token_ranks(self.states) // _dp_size(self.states))
 
     def _close(self) -> None:
-        if self.stager is not None and self.save_future is not None:
-            wait([self.save_future])  # the stager ends the process that saves
+        if "_run" in vars(self):  # else the options were wrong
+            self._run.__exit__(*sys.exc_info())  # an error of the training is not hidden by one of the last save
         super()._close()
 
     def _options(self) -> Options:
@@ -323,17 +316,9 @@ class ElasticCheckpointManager(CheckpointManager):
         return Options(self._config.changed_options(), _dp_size(self.states), type(loader) in _TEXT_LOADERS)
 
     def _purge_stale_checkpoints(self) -> None:
-        """Hands torchtitan's purge thread all steps but the ``keep_latest_k`` newest whole ones.
-
-        The step that was just saved stays, even if a run that was set back has steps of higher numbers. A save in a
-        thread removes old steps itself.
-        """
-        if filesystem.is_remote(self.folder):
-            if not self._is_refused:  # else fewer whole steps would be left than torchtitan counts
-                super()._purge_stale_checkpoints()
-        elif self._latest_save is not None and self._should_purge():
-            for path in old_steps(self._latest_save, Keep(self.keep_latest_k)):
-                self.purge_queue.put(str(path))
+        """Leaves steps at a URL to torchtitan; others are removed by the save itself, once it is committed."""
+        if filesystem.is_remote(self.folder) and not self._is_refused:  # else too few whole steps would be left
+            super()._purge_stale_checkpoints()
 
 
 class _StepPlanner(LoadPlanner):
@@ -384,7 +369,7 @@ def _dp_size(states: dict[str, Any]) -> int:
             f"elastic_checkpoint: a data loader of class {type(loader).__name__} does not say how many data-parallel "
             "ranks there are; give it an attribute dp_world_size"
         )
-    return told[0] if told else int(dims.dp_replicate * dims.dp_shard)
+    return int(dims.dp_replicate * dims.dp_shard)
 
 
 def _num_token_ranks(states: dict[str, Any]) -> int:

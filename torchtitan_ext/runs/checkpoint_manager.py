@@ -80,6 +80,7 @@ class CheckpointManager:
 
     Attributes:
         report: What the last ``resume`` did; ``None`` where it found an empty run.
+        pending: The future of the save that is under way, to look at; ``wait`` waits for it, and raises its error.
 
     Raises:
         TypeError, ValueError: An argument makes no sense.
@@ -155,7 +156,8 @@ class CheckpointManager:
         self._policy = ElasticPolicy() if policy is None else policy
         self._prove = prove
         self._stager = CpuStager() if asynchronous and stager is None else stager
-        self._pending: tuple[int, Future[SaveResult]] | None = None
+        self.pending: Future[SaveResult] | None = None
+        self._pending_step = 0
         self._last: SaveResult | None = None
         self._is_closed = False
 
@@ -182,9 +184,8 @@ class CheckpointManager:
         with checking_arguments("CheckpointManager.resume", self._group):
             _check_number("CheckpointManager.resume", step=step)
         components = self._components_with(state, "resume")
-        self.wait()
         self.report = None
-        path = self._chosen("latest" if step is None else step)
+        path = self.find(step)
         if path is None:
             return 0
         try:
@@ -201,6 +202,19 @@ class CheckpointManager:
         loaded = step_of(os.fspath(path), self._pattern)
         assert loaded is not None, "a step has a number, please report"
         return loaded
+
+    def find(self, step: int | None = None) -> Path | str | None:
+        """The path of a step, by default of the newest, in the run or its fallback: for loads by other means.
+
+        Returns:
+            The same on every rank, after the pending save; ``None`` where the run has no step yet.
+
+        Raises:
+            NoCheckpointError: The run has no such step.
+            AbsentRunError: Only the fallback has steps, and no number is given.
+        """
+        self.wait()
+        return self._chosen("latest" if step is None else step)
 
     def _chosen(self, step: Step) -> Path | str | None:
         """The path of a step, the same on every rank; ``None`` where the run has none yet. Collective."""
@@ -267,7 +281,7 @@ class CheckpointManager:
         if self._stager is None:
             self._last = save_now(components, job, call)
         else:
-            self._pending = step, save_later(components, job, call, self._stager)
+            self.pending, self._pending_step = save_later(components, job, call, self._stager), step
 
     def wait(self) -> SaveResult | None:
         """Waits until the pending save is committed, and raises its error if it has failed.
@@ -276,9 +290,8 @@ class CheckpointManager:
             The result of the last save; ``None`` before the first one. With ``on_error="warn"`` its ``error`` says what
             storage refused.
         """
-        if self._pending is not None:
-            _, future = self._pending
-            self._pending = None  # an error is raised once
+        if self.pending is not None:
+            future, self.pending = self.pending, None  # an error is raised once
             self._last = future.result()
         return self._last
 
@@ -320,9 +333,9 @@ class CheckpointManager:
         return os.path.join(run, self._name_of.format(step=step))
 
     def _wait_before(self, step: int) -> None:
-        if self._pending is None:
+        if self.pending is None:
             return
-        before, start = self._pending[0], time.monotonic()
+        before, start = self._pending_step, time.monotonic()
         self.wait()
         seconds = time.monotonic() - start
         if seconds > _TOLD_SECONDS:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from torchtitan_ext.errors import WrongValueError, described
@@ -114,6 +115,8 @@ def _without_gradients(optimizers: Sequence[Optimizer]) -> Iterator[None]:
 def as_components(objects: Mapping[str, Any]) -> dict[str, Any]:
     """What a state dict has in the place of each object: models and optimizers wrapped, all others as they are.
 
+    So is an optimizer of a class that is ``Stateful`` by name, as torchtitan's of several is: its own state is flat.
+
     Raises:
         WrongValueError: It is unclear whose parameters an optimizer changes.
     """
@@ -121,7 +124,7 @@ def as_components(objects: Mapping[str, Any]) -> dict[str, Any]:
     components: dict[str, Any] = dict(objects)
     components.update({name: ModelParts(parts) for name, parts in models.items()})
     for name, value in objects.items():
-        optimizers = _parts_of(value, Optimizer)
+        optimizers = [] if Stateful in type(value).__mro__ else _parts_of(value, Optimizer)
         if optimizers:
             modules = list(chain.from_iterable(models.values()))
             components[name] = Optimizers(

@@ -63,7 +63,7 @@ def save_in_background(
     the rest is written. When the save has ended nothing holds the copies, for which the next save may wait: neither the
     planner, which may be used again, nor an exception, which may be kept.
     """
-    saved = SaveFuture(warns=job.on_storage_error.action == "warn", prints=phases.is_coordinator)
+    saved = SaveFuture(warns=job.on_storage_error.on_error == "warn", prints=phases.is_coordinator)
     staged: _SaveHere | SaveInChild = _SaveHere({})
 
     def stage() -> tuple[GroupOffer | None, GroupOffer]:

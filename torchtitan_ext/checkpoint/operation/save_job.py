@@ -57,13 +57,13 @@ class OnStorageError:
     whose cause is the state, and lost ranks, whose group can do nothing more, are always raised.
     """
 
-    action: OnError = "raise"
+    on_error: OnError = "raise"
     fallback: str | os.PathLike[str] | None = None
     retries: int = 0
     max_failures: int = 3
 
     def check(self, operation: str, path: object) -> None:
-        check_choice(operation, "on_error", self.action, OnError)
+        check_choice(operation, "on_error", self.on_error, OnError)
         for name, least in (("retries", 0), ("max_failures", 1)):
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int) or number < least:

@@ -107,7 +107,7 @@ def try_in_turn(
             return saved
     assert last is not None, "a save without an attempt, please report"
     failures[run] += 1
-    if handling.action == "raise" or failures[run] >= handling.max_failures:
+    if handling.on_error == "raise" or failures[run] >= handling.max_failures:
         raise last
     return NothingSaved("; ".join(causes), failures[run], handling.max_failures)
 
