@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -20,14 +19,7 @@ from torchtitan_ext import _core
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.storage.raw_tensor import DTYPES, NAMES, dtype_name
 from torchtitan_ext.storage.weights.layout import dtype_problems, name_problems, value_problem
-from torchtitan_ext.storage.weights.placed import (
-    Placed,
-    PlacesOfRank,
-    TensorForms,
-    Value,
-    plain_value,
-    row_major_strides,
-)
+from torchtitan_ext.storage.weights.placed import FilePart, TensorForms, row_major_strides
 from torchtitan_ext.transforms.rules import Transform
 
 _Source = tuple[str, str, tuple[int, ...]]
@@ -68,7 +60,7 @@ class TransformedTensors:
         forms = {target.name: (target.dtypes[-1], tuple(target.values.shape)) for target in resolved.targets}
         return forms, zlib.compress(json.dumps(sources).encode())
 
-    def places(self, items: Sequence[WriteItem], known: bytes) -> PlacesOfRank:
+    def places(self, items: Sequence[WriteItem], known: bytes) -> Mapping[MetadataIndex, Sequence[FilePart]]:
         """Follows the transform again, with this rank's chunks as all that there is of the sources."""
         sources: list[_Source] = [
             (fqn, dtype, tuple(sizes)) for fqn, dtype, sizes in json.loads(zlib.decompress(known))
@@ -81,46 +73,16 @@ class TransformedTensors:
         nothing = _core.ChunkIndex([])
         chunks = {number: _core.ChunkIndex([_chunk(item) for item in of_source]) for number, of_source in held.items()}
         all_chunks = _core.MapSources([(one[2], chunks.get(number, nothing)) for number, one in enumerate(sources)])
-        found: dict[MetadataIndex, list[_TargetPart]] = {}
-        names: dict[str, None] = {}
+        found: dict[MetadataIndex, list[FilePart]] = {}
         for target in _core.resolve_transform(self.transform.encoded(), sources).targets:
             if held.keys().isdisjoint(target.values.sources):
                 continue
             shape = tuple(target.values.shape)
             dtypes = tuple(DTYPES[name] for name in target.dtypes[1:])
             for part in target.values.find_parts((0,) * len(shape), shape, row_major_strides(shape), all_chunks):
-                index = held[part.source][part.chunk].index
-                found.setdefault(index, []).append(_TargetPart(target.name, part, dtypes))
-                names[target.name] = None
-        return _TransformedPlaces(found, names)
-
-
-@dataclass(frozen=True)
-class _TargetPart:
-    """Elements of an item that belong to one target."""
-
-    fqn: str
-    part: _core.MapPart
-    dtypes: tuple[torch.dtype, ...]
-
-
-@dataclass(frozen=True)
-class _TransformedPlaces:
-    parts: Mapping[MetadataIndex, Sequence[_TargetPart]]
-    names: Iterable[str]
-
-    def of(self, item: WriteItem, value: Callable[[], Value]) -> Iterator[Placed]:
-        parts = self.parts.get(item.index, ())
-        if not parts:
-            return
-        raw = plain_value(item, value())
-        item_bytes = raw.element_size()
-        first = int(raw.storage_offset()) * item_bytes
-        lies = _core.StoredTensor(NAMES[raw.dtype], raw.shape, raw.stride(), first)
-        for one in parts:
-            view = one.part.stored(lies)
-            values = raw.as_strided(view.sizes, view.strides, view.data_offset // item_bytes)
-            yield Placed(one.fqn, one.part.memory_offset, one.part.memory_strides, values, one.dtypes)
+                one = FilePart(target.name, part.memory_offset, part.memory_strides, dtypes, part)
+                found.setdefault(held[part.source][part.chunk].index, []).append(one)
+        return found
 
 
 def _chunk(item: WriteItem) -> ChunkStorageMetadata:
