@@ -11,19 +11,16 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import Problem, refusal
-from torchtitan_ext.storage.raw_tensor import DTYPES, NAMES, dtype_name
+from torchtitan_ext.storage.raw_tensor import DTYPES, NAMES
 from torchtitan_ext.storage.weights.layout import dtype_problems, name_problems, value_problem
 from torchtitan_ext.storage.weights.placed import FilePart, TensorForms, row_major_strides
+from torchtitan_ext.transforms.mapped import Source, sources_in
 from torchtitan_ext.transforms.rules import Transform
-
-_Source = tuple[str, str, tuple[int, ...]]
-"""Name, dtype and shape of what the ranks hold; no dtype of a value that is no tensor."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +35,7 @@ class TransformedTensors:
         Raises:
             TransformError: The transform does not fit what the ranks hold, or has no way into files; all problems.
         """
-        sources = [
-            (fqn, dtype_name(entry.properties.dtype), tuple(entry.size))
-            if isinstance(entry, TensorStorageMetadata)
-            else (fqn, "", ())
-            for fqn, entry in metadata.state_dict_metadata.items()
-        ]
+        sources = sources_in(metadata)
         resolved = _core.resolve_transform(self.transform.encoded(), sources)
         problems = [Problem("wrong_transform", key, detail) for key, detail in resolved.problems]
         problems += name_problems(target.name for target in resolved.targets)
@@ -62,9 +54,7 @@ class TransformedTensors:
 
     def places(self, items: Sequence[WriteItem], known: bytes) -> Mapping[MetadataIndex, Sequence[FilePart]]:
         """Follows the transform again, with this rank's chunks as all that there is of the sources."""
-        sources: list[_Source] = [
-            (fqn, dtype, tuple(sizes)) for fqn, dtype, sizes in json.loads(zlib.decompress(known))
-        ]
+        sources: list[Source] = [(fqn, dtype, tuple(sizes)) for fqn, dtype, sizes in json.loads(zlib.decompress(known))]
         number_of = {fqn: number for number, (fqn, _, _) in enumerate(sources)}
         held: dict[int, list[WriteItem]] = {}
         for item in items:
