@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,6 +31,20 @@ class PartOfChunk:
     part: _core.MapPart
 
 
+Source = tuple[str, str, tuple[int, ...]]
+"""Name, dtype and shape of what a transform takes; no dtype of a value that is no tensor."""
+
+
+def sources_in(metadata: Metadata) -> list[Source]:
+    """The keys of a metadata as sources of a transform."""
+    return [
+        (fqn, dtype_name(entry.properties.dtype), tuple(entry.size))
+        if isinstance(entry, TensorStorageMetadata)
+        else (fqn, "", ())
+        for fqn, entry in metadata.state_dict_metadata.items()
+    ]
+
+
 class MappedMetadata:
     """The metadata of a checkpoint through a transform.
 
@@ -46,25 +59,14 @@ class MappedMetadata:
 
     def __init__(self, transform: Transform, saved: Metadata, *, operation: str = "load") -> None:
         self.saved = saved
-        entries: Mapping[str, TensorStorageMetadata | BytesStorageMetadata] = saved.state_dict_metadata
-        self._names = list(entries)
-        self._entries = [entries[name] for name in self._names]
-        sources = [
-            (name, dtype_name(entry.properties.dtype), tuple(entry.size))
-            if isinstance(entry, TensorStorageMetadata)
-            else (name, "", ())
-            for name, entry in zip(self._names, self._entries, strict=True)
-        ]
-        resolved = _core.resolve_transform(transform.encoded(), sources)
+        self._names = list(saved.state_dict_metadata)
+        self._entries = [saved.state_dict_metadata[name] for name in self._names]
+        resolved = _core.resolve_transform(transform.encoded(), sources_in(saved))
         if resolved.problems:
             raise refusal(operation, [Problem("wrong_transform", key, detail) for key, detail in resolved.problems])
         self._targets = {target.name: target for target in resolved.targets}
         self._index_chunks(operation)
         self.metadata = self._metadata()
-
-    def is_tensor(self, fqn: str) -> bool:
-        """Whether a target is a tensor."""
-        return bool(self._targets[fqn].dtypes)
 
     def value_name(self, fqn: str) -> str:
         """The checkpoint's name of a target that is no tensor."""
@@ -72,11 +74,7 @@ class MappedMetadata:
 
     def source_names(self, fqn: str) -> list[str]:
         """The keys of the checkpoint of which a target is made."""
-        target = self._targets[fqn]
-        if not target.dtypes:
-            return [self.value_name(fqn)]
-        maps = (target.values, *([] if target.scales is None else [target.scales]))
-        return list(dict.fromkeys(self._names[source] for one in maps for source in one.sources))
+        return [self._names[source] for source in self._sources_of(fqn)]
 
     def kept_name(self, fqn: str) -> str | None:
         """The checkpoint's name of a target that is a whole tensor of it, each element where it was; else ``None``."""
@@ -97,15 +95,18 @@ class MappedMetadata:
     def source_indices(self, fqn: str) -> list[MetadataIndex]:
         """The saved chunks of the keys of ``source_names``, or the saved value."""
         indices = []
+        for source in self._sources_of(fqn):
+            chunks = self._chunks[source]
+            offsets = [None] if chunks is None else [torch.Size(offsets) for offsets, _ in chunks.boxes()]
+            indices += [MetadataIndex(self._names[source], offset) for offset in offsets]
+        return indices
+
+    def _sources_of(self, fqn: str) -> list[int]:
         target = self._targets[fqn]
         if not target.dtypes:
-            return [MetadataIndex(self.value_name(fqn))]
+            return [target.value]
         maps = (target.values, *([] if target.scales is None else [target.scales]))
-        for source in dict.fromkeys(source for one in maps for source in one.sources):
-            chunks = self._chunks[source]
-            assert chunks is not None, f"{self._names[source]} has no chunks, please report"
-            indices += [MetadataIndex(self._names[source], torch.Size(offsets)) for offsets, _ in chunks.boxes()]
-        return indices
+        return list(dict.fromkeys(source for one in maps for source in one.sources))
 
     def dtypes(self, fqn: str) -> list[torch.dtype]:
         """The dtypes that elements of a target have in turn, from the checkpoint's to the target's."""

@@ -14,7 +14,7 @@ from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError
 from torchtitan_ext.layout.dtensor import is_wrapper, local_view
 from torchtitan_ext.state.host_copies import aligned
 from torchtitan_ext.storage.checkpoint_files import Record
-from torchtitan_ext.storage.native.read_batch import Copy, add_box
+from torchtitan_ext.storage.native.read_batch import Copy, add_box, is_plain_target
 from torchtitan_ext.storage.raw_tensor import DTYPES
 from torchtitan_ext.transforms.mapped import MappedMetadata, PartOfChunk
 
@@ -105,7 +105,7 @@ class MappedReads:
         begin = tuple(offsets)
         if 0 in target.shape:
             return
-        if scale_dtype is None and len(dtypes) == 1 and _is_plain(target, dtypes[0]):
+        if scale_dtype is None and len(dtypes) == 1 and is_plain_target(target, dtypes[0]):
             self._add_parts(self._parts(fqn, begin, target), target)
             return
         item_bytes = max(dtype.itemsize for dtype in dtypes) + (0 if scale_dtype is None else scale_dtype.itemsize + 8)
@@ -200,15 +200,6 @@ class MappedReads:
         self._files = {}
         self._is_adding = False
         self._forget()
-
-
-def _is_plain(target: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether elements of a dtype can be read into the memory of a target."""
-    if type(target) is not torch.Tensor or target.layout is not torch.strided or not target.is_cpu:
-        return False
-    if target.dtype != dtype or target.is_conj() or target.is_neg():
-        return False
-    return target.is_contiguous() or not _core.may_overlap_itself(target.shape, target.stride())
 
 
 def _has_long_runs(stored: _core.StoredTensor, strides: Sequence[int]) -> bool:

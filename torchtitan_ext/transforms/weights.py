@@ -4,34 +4,23 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import Problem, refusal
-from torchtitan_ext.storage.raw_tensor import DTYPES, NAMES, dtype_name
+from torchtitan_ext.storage.raw_tensor import DTYPES, NAMES
 from torchtitan_ext.storage.weights.layout import dtype_problems, name_problems, value_problem
-from torchtitan_ext.storage.weights.placed import (
-    Placed,
-    PlacesOfRank,
-    TensorForms,
-    Value,
-    plain_value,
-    row_major_strides,
-)
+from torchtitan_ext.storage.weights.placed import FilePart, TensorForms, row_major_strides
+from torchtitan_ext.transforms.mapped import Source, sources_in
 from torchtitan_ext.transforms.rules import Transform
-
-_Source = tuple[str, str, tuple[int, ...]]
-"""Name, dtype and shape of what the ranks hold; no dtype of a value that is no tensor."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +35,7 @@ class TransformedTensors:
         Raises:
             TransformError: The transform does not fit what the ranks hold, or has no way into files; all problems.
         """
-        sources = [
-            (fqn, dtype_name(entry.properties.dtype), tuple(entry.size))
-            if isinstance(entry, TensorStorageMetadata)
-            else (fqn, "", ())
-            for fqn, entry in metadata.state_dict_metadata.items()
-        ]
+        sources = sources_in(metadata)
         resolved = _core.resolve_transform(self.transform.encoded(), sources)
         problems = [Problem("wrong_transform", key, detail) for key, detail in resolved.problems]
         problems += name_problems(target.name for target in resolved.targets)
@@ -68,11 +52,9 @@ class TransformedTensors:
         forms = {target.name: (target.dtypes[-1], tuple(target.values.shape)) for target in resolved.targets}
         return forms, zlib.compress(json.dumps(sources).encode())
 
-    def places(self, items: Sequence[WriteItem], known: bytes) -> PlacesOfRank:
+    def places(self, items: Sequence[WriteItem], known: bytes) -> Mapping[MetadataIndex, Sequence[FilePart]]:
         """Follows the transform again, with this rank's chunks as all that there is of the sources."""
-        sources: list[_Source] = [
-            (fqn, dtype, tuple(sizes)) for fqn, dtype, sizes in json.loads(zlib.decompress(known))
-        ]
+        sources: list[Source] = [(fqn, dtype, tuple(sizes)) for fqn, dtype, sizes in json.loads(zlib.decompress(known))]
         number_of = {fqn: number for number, (fqn, _, _) in enumerate(sources)}
         held: dict[int, list[WriteItem]] = {}
         for item in items:
@@ -81,46 +63,16 @@ class TransformedTensors:
         nothing = _core.ChunkIndex([])
         chunks = {number: _core.ChunkIndex([_chunk(item) for item in of_source]) for number, of_source in held.items()}
         all_chunks = _core.MapSources([(one[2], chunks.get(number, nothing)) for number, one in enumerate(sources)])
-        found: dict[MetadataIndex, list[_TargetPart]] = {}
-        names: dict[str, None] = {}
+        found: dict[MetadataIndex, list[FilePart]] = {}
         for target in _core.resolve_transform(self.transform.encoded(), sources).targets:
             if held.keys().isdisjoint(target.values.sources):
                 continue
             shape = tuple(target.values.shape)
             dtypes = tuple(DTYPES[name] for name in target.dtypes[1:])
             for part in target.values.find_parts((0,) * len(shape), shape, row_major_strides(shape), all_chunks):
-                index = held[part.source][part.chunk].index
-                found.setdefault(index, []).append(_TargetPart(target.name, part, dtypes))
-                names[target.name] = None
-        return _TransformedPlaces(found, names)
-
-
-@dataclass(frozen=True)
-class _TargetPart:
-    """Elements of an item that belong to one target."""
-
-    fqn: str
-    part: _core.MapPart
-    dtypes: tuple[torch.dtype, ...]
-
-
-@dataclass(frozen=True)
-class _TransformedPlaces:
-    parts: Mapping[MetadataIndex, Sequence[_TargetPart]]
-    names: Iterable[str]
-
-    def of(self, item: WriteItem, value: Callable[[], Value]) -> Iterator[Placed]:
-        parts = self.parts.get(item.index, ())
-        if not parts:
-            return
-        raw = plain_value(item, value())
-        item_bytes = raw.element_size()
-        first = int(raw.storage_offset()) * item_bytes
-        lies = _core.StoredTensor(NAMES[raw.dtype], raw.shape, raw.stride(), first)
-        for one in parts:
-            view = one.part.stored(lies)
-            values = raw.as_strided(view.sizes, view.strides, view.data_offset // item_bytes)
-            yield Placed(one.fqn, one.part.memory_offset, one.part.memory_strides, values, one.dtypes)
+                one = FilePart(target.name, part.memory_offset, part.memory_strides, dtypes, part)
+                found.setdefault(held[part.source][part.chunk].index, []).append(one)
+        return found
 
 
 def _chunk(item: WriteItem) -> ChunkStorageMetadata:

@@ -17,9 +17,7 @@ SEEDS = range(100)
 
 
 def keyed_order(num_samples: int, seed: int, epoch: int = 0) -> Any:
-    return epoch_order(num_samples, shuffle=True, order="feistel-1", seed=seed, epoch=epoch).indices_at(
-        np.arange(num_samples)
-    )
+    return epoch_order(num_samples, shuffle=True, order="feistel-1", seed=seed, epoch=epoch)(np.arange(num_samples))
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 3, 5, 7, 1000, 4096, 10_007])
@@ -165,7 +163,7 @@ def test_ids_of_several_epochs() -> None:
         data = OrderedData(10, True, order, 4)
         ids = np.array([29, 3, 14, 13, 20])
         whole = [epoch_order(10, shuffle=True, order=order, seed=4, epoch=epoch) for epoch in range(3)]
-        expected = [whole[id_ // 10].indices_at(np.array([id_ % 10]))[0] for id_ in ids.tolist()]
+        expected = [whole[id_ // 10](np.array([id_ % 10]))[0] for id_ in ids.tolist()]
         assert data.indices_of(ids).tolist() == expected
 
 

@@ -30,7 +30,7 @@ def loader_over(num_samples: int, **options: Any) -> Any:
 
 def index_order(num_samples: int, *, shuffle: bool, seed: int, epoch: int, order: OrderName = "randperm") -> list[int]:
     made = epoch_order(num_samples, shuffle=shuffle, order=order, seed=seed, epoch=epoch)
-    return made.indices_at(np.arange(num_samples)).tolist()
+    return made(np.arange(num_samples)).tolist()
 
 
 def epoch_of(ranks: Ranks) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 import torchtitan_ext as tte
-from torchtitan_ext.offline.dry_run.host_memory import Device, Reads, loading_bytes
+from torchtitan_ext.offline.dry_run.host_memory import Device, loading_bytes
 from torchtitan_ext.state.host_copies import BUCKET_BYTES
 from torchtitan_ext.storage.native.read_batch import CAST_BYTES
 
@@ -48,8 +48,16 @@ def test_what_is_cast_or_goes_to_a_gpu_is_read_beside_its_target(tmp_path: Path)
 
 def test_no_more_is_held_than_the_buffers_of_casts() -> None:
     def loading(staged_bytes: int, device: Device) -> int:
-        reads = Reads(100, 100 * MIB, [], staged_bytes)
-        return loading_bytes(reads, device=device, is_packed=False, metadata_bytes=0, index_bytes=0)
+        return loading_bytes(
+            num_reads=100,
+            num_bytes=100 * MIB,
+            value_bytes=[],
+            staged_bytes=staged_bytes,
+            device=device,
+            is_packed=False,
+            metadata_bytes=0,
+            index_bytes=0,
+        )
 
     assert loading(1 << 40, "cpu") - loading(0, "cpu") == CAST_BYTES
     assert loading(1 << 40, "cuda") - loading(0, "cuda") == 2 * BUCKET_BYTES

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -15,12 +15,9 @@ from torchtitan_ext.errors import UnknownFormatError, named
 from torchtitan_ext.storage.checkpoint_files import thread_count_of
 from torchtitan_ext.storage.commit.steps import has_finished, step_paths
 from torchtitan_ext.storage.formats.detect import checkpoints_in, format_of
-from torchtitan_ext.storage.inspect.dcp_damage import Damage, Verdict
+from torchtitan_ext.storage.inspect.dcp_damage import Verdict
 from torchtitan_ext.storage.inspect.verify import verify
-from torchtitan_ext.storage.progress import OnBytes, progress
-
-if TYPE_CHECKING:
-    from torchtitan_ext.offline.compare.fingerprints import Proof
+from torchtitan_ext.storage.progress import progress
 
 _MAX_UNPROVED = 4
 
@@ -50,25 +47,16 @@ def run(
         if json:
             output.print_json(_plain(found[0]))
         else:
-            _print(found[0])
+            _print(found[0], prove)
     else:
         found = _verify_run(path, steps, deep, prove, json)
-    if any(one.verdict.is_damaged for one in found):
+    if any(one.is_damaged for one in found):
         raise typer.Exit(output.DIFFERS)
-    if any(one.verdict.damages or (prove and one.proof is None) for one in found):
+    if any(one.damages or (prove and one.num_proved is None) for one in found):
         raise typer.Exit(output.UNREADABLE)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """What was found of one checkpoint; no proof where none was asked for, where there is damage, or no fingerprint."""
-
-    verdict: Verdict
-    is_proving: bool
-    proof: Proof | None
-
-
-def _verify_run(run_dir: Path, steps: dict[int, Path], deep: bool, prove: bool, json: bool) -> list[_Found]:
+def _verify_run(run_dir: Path, steps: dict[int, Path], deep: bool, prove: bool, json: bool) -> list[Verdict]:
     rows = []
     found = []
     for number, step in sorted(steps.items()):
@@ -78,13 +66,13 @@ def _verify_run(run_dir: Path, steps: dict[int, Path], deep: bool, prove: bool, 
             found.append(one)
             rows.append({"step": number, "is_finished": True, **_plain(one)})
             if not json:
-                _print(one)
+                _print(one, prove)
         if not rows or rows[-1]["step"] != number:
             rows.append({"step": number, "is_finished": False, "path": str(step)})
             if not json:
                 output.print_line(f"{step}: not finished")
     if json:
-        is_whole = not any(one.verdict.damages for one in found)
+        is_whole = not any(one.damages for one in found)
         output.print_json({"path": str(run_dir), "is_whole": is_whole, "steps": rows})
     return found
 
@@ -101,28 +89,18 @@ def _steps_of(path: Path, pattern: str | None) -> dict[int, Path] | None:
     return None
 
 
-def _look(path: Path, deep: bool, prove: bool) -> _Found:
+def _look(path: Path, deep: bool, prove: bool) -> Verdict:
     if not deep and not prove:
-        return _Found(verify(path), prove, None)
+        return verify(path)
     total_bytes = (deep + prove) * _size_of(path)
     with progress(path.name, is_coordinator=True, total_bytes=lambda: total_bytes) as on_bytes:
         verdict = verify(path, is_deep=deep, on_bytes=on_bytes if deep else lambda _: None)
-        if not prove or verdict.damages:
-            return _Found(verdict, prove, None)
-        proof = _prove(path, on_bytes)
-    wrong = () if proof is None else proof.wrong
-    damages = [*verdict.damages, *(Damage(one.file, f"{path / one.file}: {one}", "fingerprint") for one in wrong)]
-    return _Found(replace(verdict, damages=damages), prove, proof)
-
-
-def _prove(path: Path, on_bytes: OnBytes) -> Proof | None:
-    num_threads = thread_count_of(None)
-    try:
-        return lazy.fingerprints.prove_checkpoint(
-            path, max_bytes=_MAX_BYTES, num_threads=num_threads, progress=on_bytes
-        )
-    except FileNotFoundError:  # each rank has metadata of its own
-        return None
+        if prove and not verdict.damages:
+            with suppress(FileNotFoundError):  # each rank has metadata of its own
+                return lazy.fingerprints.prove_checkpoint(
+                    verdict, max_bytes=_MAX_BYTES, num_threads=thread_count_of(None), progress=on_bytes
+                )
+    return verdict
 
 
 def _size_of(path: Path) -> int:
@@ -132,12 +110,11 @@ def _size_of(path: Path) -> int:
         return sum(entry.stat().st_size for entry in entries if entry.name.endswith((".distcp", ".safetensors")))
 
 
-def _print(found: _Found) -> None:
-    verdict = found.verdict
+def _print(verdict: Verdict, prove: bool) -> None:
     size = f"{output.count_of(verdict.num_files, 'file')} of {output.text_of_bytes(verdict.num_bytes)}"
     if not verdict.damages:
         look = "all checksums match" if verdict.is_deep and not verdict.unproved else "sizes and ids"
-        look += f"; {output.count_of(found.proof.num_proved, 'tensor')} proved" if found.proof is not None else ""
+        look += "" if verdict.num_proved is None else f"; {output.count_of(verdict.num_proved, 'tensor')} proved"
         output.print_line(f"{verdict.path}: whole ({size}; {look})")
     elif verdict.is_damaged:
         output.print_line(f"{verdict.path}: {output.count_of(len(verdict.damages), 'damage')} ({size})")
@@ -148,14 +125,13 @@ def _print(found: _Found) -> None:
             output.print_problem(damage.what)
     if verdict.unproved:
         output.print_line(f"  no checksum of all bytes: {named(verdict.unproved, _MAX_UNPROVED)}")
-    if found.is_proving and not verdict.damages and found.proof is None:
+    if prove and not verdict.damages and verdict.num_proved is None:
         output.print_line("  nothing is proved: it has no fingerprints, which tte.save(..., fingerprints=True) stores")
-    elif found.proof is not None and found.proof.unproved:
-        output.print_line(f"  no fingerprint: {named(found.proof.unproved, _MAX_UNPROVED)}")
+    elif verdict.without_fingerprints:
+        output.print_line(f"  no fingerprint: {named(verdict.without_fingerprints, _MAX_UNPROVED)}")
 
 
-def _plain(found: _Found) -> dict[str, Any]:
-    verdict, proof = found.verdict, found.proof
+def _plain(verdict: Verdict) -> dict[str, Any]:
     return {
         "path": str(verdict.path),
         "format": verdict.format,
@@ -165,6 +141,6 @@ def _plain(found: _Found) -> dict[str, Any]:
         "num_bytes": verdict.num_bytes,
         "damages": [{"file": one.file, "kind": one.kind, "what": one.what} for one in verdict.damages],
         "without_checksums": list(verdict.unproved),
-        "num_proved": None if proof is None else proof.num_proved,
-        "without_fingerprints": [] if proof is None else list(proof.unproved),
+        "num_proved": verdict.num_proved,
+        "without_fingerprints": list(verdict.without_fingerprints),
     }

@@ -1,13 +1,14 @@
 """The order of an epoch of map-style data: which sample stands at which place, the same on all ranks.
 
 ``"feistel-1"`` is a keyed permutation (``csrc/core/index_order.h``): any place at once, no memory. ``"randperm"`` is
-that of ``torch.utils.data.DistributedSampler``: a permutation of the whole epoch in memory. A state has the name of its
-order, so an order never changes under its name.
+that of ``torch.utils.data.DistributedSampler``: ``torch.randperm`` from a generator seeded with ``seed + epoch``, a
+permutation of the whole epoch in memory. A state has the name of its order, so an order never changes under its name.
 """
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, get_args
+from collections.abc import Callable
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -19,32 +20,8 @@ OrderName = Literal["feistel-1", "randperm"]
 _UINT64 = 2**64 - 1
 ORDERS: tuple[str, ...] = get_args(OrderName)
 
-
-class EpochOrder(Protocol):
-    """A permutation of the indices 0 .. num_samples - 1."""
-
-    def indices_at(self, places: Ids) -> Ids:
-        """The index of the sample at each place."""
-        ...
-
-
-class _InSequence:
-    def indices_at(self, places: Ids) -> Ids:
-        return places
-
-
-class _Randperm:
-    """As ``torch.utils.data.DistributedSampler`` shuffles: ``torch.randperm`` from a generator seeded with
-    ``seed + epoch``. It takes 8 bytes per sample, and time in proportion, once per epoch.
-    """
-
-    def __init__(self, num_samples: int, seed: int, epoch: int) -> None:
-        generator = torch.Generator()
-        generator.manual_seed((seed + epoch) & _UINT64)
-        self._indices: Ids = torch.randperm(num_samples, generator=generator, dtype=torch.int64, device="cpu").numpy()
-
-    def indices_at(self, places: Ids) -> Ids:
-        return self._indices[places]
+EpochOrder = Callable[[Ids], Ids]
+"""A permutation of the indices 0 .. num_samples - 1: from places to the indices of the samples there."""
 
 
 def check_order(where: str, order: object) -> None:
@@ -54,12 +31,15 @@ def check_order(where: str, order: object) -> None:
 
 
 def epoch_order(num_samples: int, *, shuffle: bool, order: str, seed: int, epoch: int) -> EpochOrder:
-    """The order of an epoch; ``"randperm"`` makes it here."""
+    """The order of an epoch; ``"randperm"`` is made here: 8 bytes per sample, and time in proportion."""
     if not shuffle:
-        return _InSequence()
+        return lambda places: places
     if order == "feistel-1":
-        return _core.IndexOrder(num_samples, seed & _UINT64, epoch)
-    return _Randperm(num_samples, seed, epoch)
+        return _core.IndexOrder(num_samples, seed & _UINT64, epoch).indices_at
+    generator = torch.Generator()
+    generator.manual_seed((seed + epoch) & _UINT64)
+    indices: Ids = torch.randperm(num_samples, generator=generator, dtype=torch.int64, device="cpu").numpy()
+    return lambda places: indices[places]
 
 
 class OrderedData:
@@ -82,10 +62,10 @@ class OrderedData:
         found = [first] if epochs is None else np.unique(epochs).tolist()
         self._orders = {epoch: self._orders.get(epoch) or self._make(epoch) for epoch in found}
         if epochs is None:
-            return self._orders[first].indices_at(ids - first * self._num_samples)
+            return self._orders[first](ids - first * self._num_samples)
         indices = np.empty_like(ids)
         for epoch, order in self._orders.items():
-            indices[epochs == epoch] = order.indices_at(ids[epochs == epoch] - epoch * self._num_samples)
+            indices[epochs == epoch] = order(ids[epochs == epoch] - epoch * self._num_samples)
         return indices
 
     def _make(self, epoch: int) -> EpochOrder:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_ext._core import add_sums
 from torchtitan_ext.delta.files import parts_of
-from torchtitan_ext.delta.kept import Found, find_between
+from torchtitan_ext.delta.kept import find_between
 from torchtitan_ext.delta.saved_changes import NOTE, TensorTotals, encode_note, part_names
 from torchtitan_ext.errors import DamagedCheckpointError, Problem, ProblemKind, WrongValueError, refusal
 from torchtitan_ext.layout.layout import Box
 from torchtitan_ext.offline.boxes import held_piece
-from torchtitan_ext.offline.compare.diff import DifferenceKind, DiffReport, Side, pieces_of
+from torchtitan_ext.offline.compare.diff import DifferenceKind, DiffReport, Side, kind_by_metadata, pieces_of
 from torchtitan_ext.offline.selection import Selection, check_plain
 from torchtitan_ext.offline.sources import FileSource
 from torchtitan_ext.storage.commit.staged_target import staged_target, take_place
@@ -22,7 +21,6 @@ from torchtitan_ext.storage.commit.steps import step_of
 from torchtitan_ext.storage.formats.safetensors_spool import SafetensorsSpool
 from torchtitan_ext.storage.raw_tensor import dtype_name
 from torchtitan_ext.storage.weights.layout import name_problems
-from torchtitan_ext.transfer.changes import HeldTensor
 
 # For each element that differs: its position, its place in a block, and both again while they are put together.
 _BYTES_PER_CHANGED = 20
@@ -87,8 +85,8 @@ def check_carried(a: FileSource, b: FileSource, selection: Selection | None = No
     one, other = Side(a, chosen), Side(b, chosen)
     problems = name_problems(key for key in one.fqns if one.has_tensor(key))
     for key in sorted(one.fqns.keys() | other.fqns.keys()):
-        kind = _kind_of_difference(key, one, other)
-        if kind is not None:
+        kind = kind_by_metadata(key, one, other)
+        if kind is not None and (one.has_tensor(key) or other.has_tensor(key)):
             problem, what = _PROBLEMS[kind]
             problems.append(Problem(problem, key, f"{what}, and changes are of tensors that both have; leave it out"))
     if problems:
@@ -133,60 +131,32 @@ def write_delta(
     totals = {}
     with staged_target(target, take_place) as staged, SafetensorsSpool(staged.parent) as spool:
         for key, (before, after) in report.totals.items():
-            totals[key] = _Tensor(key, one, other, before, after).add_to(spool, max_bytes)
+            totals[key] = _add_tensor(key, one, other, before, after, spool, max_bytes)
         num_bytes = spool.write(staged, {NOTE: encode_note(base_version, version, totals)})
     not_carried = tuple(found.key for found in report.differences if found.key not in totals)
     return DeltaReport(base_version, version, sum(of.count for of in totals.values()), num_bytes, not_carried)
 
 
-def _kind_of_difference(key: str, one: Side, other: Side) -> DifferenceKind | None:
-    """How a key differs that is a tensor on some side, by metadata."""
-    is_in_a, is_in_b = (key in side.fqns and side.has_tensor(key) for side in (one, other))
-    if not is_in_a and not is_in_b:
-        return None
-    if key not in other.fqns:
-        return "only_in_a"
-    if key not in one.fqns:
-        return "only_in_b"
-    if not (is_in_a and is_in_b):
-        return "type"
-    if one.shape(key) != other.shape(key):
-        return "shape"
-    return "dtype" if one.entry(key).properties.dtype != other.entry(key).properties.dtype else None
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    """A tensor of both sides."""
-
-    key: str
-    one: Side
-    other: Side
-    before: int
-    after: int
-
-    def add_to(self, spool: SafetensorsSpool, max_bytes: int) -> TensorTotals:
-        """Adds the tensor's changes to a file. Returns what is noted of it."""
-        boxes: list[Box | None] = []
-        count, replaced, total = 0, 0, self.before
-        for held, item_bytes, found in self._found(max_bytes) if self.before != self.after else ():
-            (old,), (new,) = found.old_sums, found.new_sums
-            replaced, total = add_sums(replaced, old), add_sums(total, new, -old)
-            for part in parts_of(found, [held], [item_bytes]):
-                names = part_names(self.key, len(boxes), part.box)
-                for name, (dtype, sizes), data in zip(names, part.shapes, part.tensors, strict=True):
-                    spool.add(name, dtype, sizes, data)
-                boxes.append(part.box)
-                count += part.num_changed
-        if total != self.after:
-            what = "is not what its fingerprint says; --read compares what is there"
-            raise DamagedCheckpointError(f"{self.one.source.path} or {self.other.source.path}: {self.key} {what}")
-        dtype = dtype_name(self.one.entry(self.key).properties.dtype)
-        shape = self.one.shape(self.key)
-        return TensorTotals(dtype, shape, count, self.before, replaced, self.after, tuple(boxes))
-
-    def _found(self, max_bytes: int) -> Iterator[tuple[HeldTensor, int, Found]]:
-        """What differs, piece by piece; before it the piece and the size of its elements."""
-        for piece, a, b in pieces_of(self.key, self.one, self.other, max_bytes, _BYTES_PER_CHANGED):
-            held = held_piece(self.key, piece, self.one.shape(self.key))
-            yield held, piece.dtype.itemsize, find_between([b], [a], [held])
+def _add_tensor(
+    key: str, one: Side, other: Side, before: int, after: int, spool: SafetensorsSpool, max_bytes: int
+) -> TensorTotals:
+    """Adds the changes of a tensor of both sides to a file. Returns what is noted of it."""
+    boxes: list[Box | None] = []
+    count, replaced, total, shape = 0, 0, before, one.shape(key)
+    pieces = pieces_of(key, one, other, max_bytes, _BYTES_PER_CHANGED) if before != after else ()
+    for piece, a, b in pieces:
+        held = held_piece(key, piece, shape)
+        found = find_between([b], [a], [held])
+        (old,), (new,) = found.old_sums, found.new_sums
+        replaced, total = add_sums(replaced, old), add_sums(total, new, -old)
+        for part in parts_of(found, [held], [piece.dtype.itemsize]):
+            names = part_names(key, len(boxes), part.box)
+            for name, (dtype, sizes), data in zip(names, part.shapes, part.tensors, strict=True):
+                spool.add(name, dtype, sizes, data)
+            boxes.append(part.box)
+            count += part.num_changed
+    if total != after:
+        what = "is not what its fingerprint says; --read compares what is there"
+        raise DamagedCheckpointError(f"{one.source.path} or {other.source.path}: {key} {what}")
+    dtype = dtype_name(one.entry(key).properties.dtype)
+    return TensorTotals(dtype, shape, count, before, replaced, after, tuple(boxes))

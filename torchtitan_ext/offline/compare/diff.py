@@ -131,18 +131,17 @@ def diff(
     chosen = selection or Selection()
     chosen.check_finds(a, b)
     sides = one, other = Side(a, chosen), Side(b, chosen)
-    differences = [Difference(key, "only_in_a", a=one.described(key)) for key in one.fqns.keys() - other.fqns.keys()]
-    differences += [Difference(key, "only_in_b", b=other.described(key)) for key in other.fqns.keys() - one.fqns.keys()]
-    both = sorted(one.fqns.keys() & other.fqns.keys())
+    both = one.fqns.keys() & other.fqns.keys()
     for side in sides:
-        side.source.check_files(side.fqns[key] for key in both)
+        side.source.check_files(side.fqns[key] for key in sorted(both))
+    differences = []
     tensors = []
-    for key in both:
-        found = _differs_by_metadata(key, one, other)
-        if found is not None:
-            differences.append(found)
-        elif one.has_tensor(key):
+    for key in sorted(one.fqns.keys() | other.fqns.keys()):
+        kind = kind_by_metadata(key, one, other)
+        if kind is None and one.has_tensor(key):
             tensors.append(key)
+        elif (kind := kind or _compare_values(key, one, other)) is not None:
+            differences.append(Difference(key, kind, *_texts(key, one, other)))
     bounds = {"max_bytes": max_bytes, "num_threads": num_threads}
     fqns = [[side.fqns[key] for key in tensors] for side in sides]
     stored = [SumTable() if read else stored_sums(side.source, named) for side, named in zip(sides, fqns, strict=True)]
@@ -156,7 +155,7 @@ def diff(
     for key, (total_a, total_b) in totals.items():
         if total_a == total_b:
             continue
-        found = Difference(key, "values", one.described(key), other.described(key))
+        found = Difference(key, "values", *_texts(key, one, other))
         if values or not limit.is_exact:
             measured = _measure(key, one, other, limit, max_bytes)
             if measured is None:
@@ -186,7 +185,6 @@ def map_differences(
     return found
 
 
-@dataclass
 class DifferenceMap:
     """Counts of different elements in at most 64 x 64 cells of the two largest dims, summed over all other dims.
 
@@ -198,16 +196,10 @@ class DifferenceMap:
         counts: The number of different elements in each cell, by row and column.
     """
 
-    shape: tuple[int, ...]
-    dims: tuple[int, ...] = field(init=False)
-    sizes: tuple[int, int] = field(init=False)
-    cell_sizes: tuple[int, int] = field(init=False)
-    counts: torch.Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        largest = sorted(range(len(self.shape)), key=lambda dim: (-self.shape[dim], dim))[:2]
-        self.dims = tuple(sorted(largest))
-        rows, cols = (*(self.shape[dim] for dim in self.dims), 1, 1)[:2]
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+        self.dims = tuple(sorted(sorted(range(len(shape)), key=lambda dim: (-shape[dim], dim))[:2]))
+        rows, cols = (*(shape[dim] for dim in self.dims), 1, 1)[:2]
         self.sizes = rows, cols
         self.cell_sizes = -(-rows // _MAX_CELLS), -(-cols // _MAX_CELLS)
         num_cells = [-(-size // cell) for size, cell in zip(self.sizes, self.cell_sizes, strict=True)]
@@ -220,14 +212,11 @@ class DifferenceMap:
             offsets, sizes: The box: a number per dim of the tensor.
             positions: The different elements, int64, counted in the row-major order of the box.
         """
-        cells = [torch.zeros_like(positions), torch.zeros_like(positions)]
-        for dim in reversed(range(len(self.shape))):
-            if dim in self.dims:
-                axis = self.dims.index(dim)
-                cells[axis] = (positions % sizes[dim] + offsets[dim]) // self.cell_sizes[axis]
-            positions = positions // sizes[dim]
-        flat = cells[0] * self.counts.shape[1] + cells[1]
-        self.counts += torch.bincount(flat, minlength=self.counts.numel()).view_as(self.counts)
+        inside = np.unravel_index(positions.numpy(), (1, *sizes))[1:]  # it knows no indices without dims
+        pairs = zip(self.dims, self.cell_sizes, strict=False)
+        cells = [torch.from_numpy((inside[dim] + offsets[dim]) // size) for dim, size in pairs]
+        row, col = (*cells, torch.zeros_like(positions), torch.zeros_like(positions))[:2]
+        self.counts.index_put_((row, col), torch.ones_like(positions), accumulate=True)
 
 
 def num_bytes_to_read(a: FileSource, b: FileSource, selection: Selection | None = None, *, read: bool = False) -> int:
@@ -252,7 +241,8 @@ class Side:
         return self.source.metadata.state_dict_metadata[self.fqns[key]]
 
     def has_tensor(self, key: str) -> bool:
-        return isinstance(self.entry(key), TensorStorageMetadata)
+        """Whether the side has the key, and a tensor under it."""
+        return key in self.fqns and isinstance(self.entry(key), TensorStorageMetadata)
 
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self.reader.entry(self.fqns[key]).size)
@@ -269,16 +259,14 @@ class Side:
         except CheckpointReadError:
             return "a value that is more than plain data"
 
-    def described(self, key: str) -> str:
-        """The first part of the text: ``float32 [4096, 512]``, ``3``."""
-        return _part_from(self.text(key), 0)
 
-
-def _parts_around(a: str, b: str) -> tuple[str, str]:
-    """Two texts, cut to the parts in which they begin to differ if they are long."""
+def _texts(key: str, *sides: Side) -> tuple[str | None, str | None]:
+    """What each side has under a key: ``float32 [4096, 512]``, ``3``; long texts from where they begin to differ."""
+    one, other = (side.text(key) if key in side.fqns else None for side in sides)
+    a, b = one or "", other or ""
     same = len(os.path.commonprefix([a, b]))
     begin = max(0, same - _MAX_SHOWN // 2) if max(len(a), len(b)) > _MAX_SHOWN else 0
-    return _part_from(a, begin), _part_from(b, begin)
+    return one and _part_from(one, begin), other and _part_from(other, begin)
 
 
 def _part_from(text: str, begin: int) -> str:
@@ -300,7 +288,9 @@ def _measure(key: str, one: Side, other: Side, tolerance: Tolerance, max_bytes: 
         num_different += positions.numel()
         if first is None:
             position = int(positions[0])
-            first = _index_of(position, piece), _shown(flat_a[position]), _shown(flat_b[position])
+            inside = np.unravel_index(position, (1, *piece.sizes))[1:]
+            index = tuple(offset + int(place) for offset, place in zip(piece.offsets, inside, strict=True))
+            first = index, _shown(flat_a[position]), _shown(flat_b[position])
         a, b = _numbers(flat_a[positions]), _numbers(flat_b[positions])
         distance = _distances(a, b)
         with np.errstate(invalid="ignore"):  # 0 and -0, or two infinities
@@ -334,20 +324,18 @@ def pieces_of(
             yield piece, a, b
 
 
-def _differs_by_metadata(key: str, a: Side, b: Side) -> Difference | None:
-    """How a key differs in type, dtype, shape, or as a value that is no tensor; ``None`` if it does not."""
+def kind_by_metadata(key: str, a: Side, b: Side) -> DifferenceKind | None:
+    """How a key differs by being there, in type, shape or dtype; ``None`` if it does not."""
+    if key not in a.fqns or key not in b.fqns:
+        return "only_in_a" if key in a.fqns else "only_in_b"
+    if not a.has_tensor(key) and not b.has_tensor(key):
+        return None
+    if not (a.has_tensor(key) and b.has_tensor(key)):
+        return "type"
     one, other = a.entry(key), b.entry(key)
-    kind: DifferenceKind | None = None
-    if isinstance(one, TensorStorageMetadata) and isinstance(other, TensorStorageMetadata):
-        if one.size != other.size:
-            kind = "shape"
-        elif one.properties.dtype != other.properties.dtype:
-            kind = "dtype"
-    elif isinstance(one, TensorStorageMetadata) or isinstance(other, TensorStorageMetadata):
-        kind = "type"
-    else:
-        kind = _compare_values(key, a, b)
-    return None if kind is None else Difference(key, kind, *_parts_around(a.text(key), b.text(key)))
+    if one.size != other.size:
+        return "shape"
+    return "dtype" if one.properties.dtype != other.properties.dtype else None
 
 
 def _compare_values(key: str, a: Side, b: Side) -> DifferenceKind | None:
@@ -403,15 +391,6 @@ def _distances(a: _Numbers, b: _Numbers) -> _Numbers:
 
 def _magnitudes(numbers: _Numbers) -> npt.NDArray[np.float64]:
     return np.abs(numbers.astype(np.float64) if numbers.dtype.kind in "iu" else numbers)
-
-
-def _index_of(position: int, piece: Piece) -> tuple[int, ...]:
-    """The index in the global tensor of an element at a row-major position of a piece."""
-    index = []
-    for offset, size in zip(reversed(piece.offsets), reversed(piece.sizes), strict=True):
-        index.append(offset + position % size)
-        position //= size
-    return tuple(reversed(index))
 
 
 def _shown(value: torch.Tensor) -> Any:

@@ -3,10 +3,9 @@ memory."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
 
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
@@ -16,53 +15,23 @@ from torchtitan_ext.offline.boxes import BoxReader, Piece, batched, chunks_of, c
 from torchtitan_ext.offline.sources import DcpSource, FileSource, open_source
 from torchtitan_ext.offline.workers import divide
 from torchtitan_ext.state.value_digest import sum_box
+from torchtitan_ext.storage.inspect.dcp_damage import Damage, Verdict
 from torchtitan_ext.storage.progress import OnBytes
 
 _PieceOfChunk = tuple[Piece, Piece]
 
 
-@dataclass(frozen=True)
-class WrongChunk:
-    """A chunk of a tensor that is not what was saved.
-
-    Attributes:
-        fqn: The tensor.
-        file: The name of the file that holds it.
-        offsets, sizes: The chunk in the global tensor.
-    """
-
-    fqn: str
-    file: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    def __str__(self) -> str:
-        rows = ", ".join(f"{first}:{first + size}" for first, size in zip(self.offsets, self.sizes, strict=True))
-        return f"{self.fqn}[{rows}] is not what was saved"
-
-
-@dataclass(frozen=True)
-class Proof:
-    """A checkpoint's tensors beside the fingerprints that its save stored.
-
-    Attributes:
-        num_proved: The number of tensors that are what was saved.
-        wrong: The chunks that are not.
-        unproved: Keys of tensors without fingerprints.
-    """
-
-    num_proved: int
-    wrong: tuple[WrongChunk, ...]
-    unproved: tuple[str, ...]
-
-
 def prove_checkpoint(
-    path: str | os.PathLike[str], *, max_bytes: int, num_threads: int, progress: OnBytes = lambda _: None
-) -> Proof | None:
-    """Reads all tensors of a checkpoint and compares them with its fingerprints; ``None`` if it has none."""
-    source = open_source(path)
+    verdict: Verdict, *, max_bytes: int, num_threads: int, progress: OnBytes = lambda _: None
+) -> Verdict:
+    """Reads all tensors of a checkpoint that has no other damage, and compares them with its fingerprints.
+
+    Raises:
+        FileNotFoundError: Each rank has metadata of its own.
+    """
+    source = open_source(verdict.path)
     if not isinstance(source, DcpSource) or not source.has_sums:
-        return None
+        return verdict
     # What checksums would find first is found here too, and named by its tensor.
     source.verify = "none"
     stored = stored_sums(source, tensors_of(source))
@@ -75,10 +44,15 @@ def prove_checkpoint(
             offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
             if 0 not in sizes and found[offsets, sizes] != expected[offsets, sizes]:
                 file = source.storage_data[MetadataIndex(fqn, chunk.offsets)].relative_path
-                wrong.append(WrongChunk(fqn, file, offsets, sizes))
-    num_wrong = len({one.fqn for one in wrong})
-    unproved = tuple(fqn for fqn in tensors_of(source) if fqn not in stored)
-    return Proof(len(proved) - num_wrong, tuple(wrong), unproved)
+                rows = ", ".join(f"{first}:{first + size}" for first, size in zip(offsets, sizes, strict=True))
+                what = f"{source.path / file}: {fqn}[{rows}] is not what was saved"
+                wrong.append((fqn, Damage(file, what, "fingerprint")))
+    return replace(
+        verdict,
+        damages=[damage for _, damage in wrong],
+        num_proved=len(proved) - len({fqn for fqn, _ in wrong}),
+        without_fingerprints=[fqn for fqn in tensors_of(source) if fqn not in stored],
+    )
 
 
 def tensors_of(source: FileSource) -> list[str]:

@@ -8,7 +8,6 @@ the metadata, and Python's objects, as this package's storage and planners hold 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from torchtitan_ext.storage.checkpoint_files import thread_count_of
@@ -59,27 +58,24 @@ def committing_bytes(num_records: int, metadata_bytes: int, index_bytes: int) ->
     return _LEAST_BYTES + num_records * _RECORD_BYTES + metadata_bytes + _INDEX_COPIES * index_bytes
 
 
-@dataclass
-class Reads:
-    """What one rank reads, as far as its memory depends on it.
-
-    Attributes:
-        num_reads: The number of boxes of saved chunks, and of values.
-        num_bytes: The size of all reads.
-        value_bytes: The size of each value.
-        staged_bytes: The size of tensors that are read into other memory first, to be cast or moved to another device.
-    """
-
-    num_reads: int = 0
-    num_bytes: int = 0
-    value_bytes: Sequence[int] = ()
-    staged_bytes: int = 0
-
-
-def loading_bytes(reads: Reads, *, device: Device, is_packed: bool, metadata_bytes: int, index_bytes: int) -> int:
+def loading_bytes(
+    *,
+    num_reads: int,
+    num_bytes: int,
+    value_bytes: Sequence[int],
+    staged_bytes: int,
+    device: Device,
+    is_packed: bool,
+    metadata_bytes: int,
+    index_bytes: int,
+) -> int:
     """The memory that a rank needs while it loads.
 
     Args:
+        num_reads: The number of boxes of saved chunks, and of values, that it reads.
+        num_bytes: The size of all reads.
+        value_bytes: The size of each value.
+        staged_bytes: The size of tensors that are read into other memory first, to be cast or moved to another device.
         device: Where the targets lie.
         is_packed: Whether it reads parts of chunks, or fills tensors whose elements lie in another order in memory.
         metadata_bytes, index_bytes: The sizes of ``.metadata`` and index, which every rank reads; 0 if there is none.
@@ -87,15 +83,15 @@ def loading_bytes(reads: Reads, *, device: Device, is_packed: bool, metadata_byt
     metadata = _METADATA_COPIES * metadata_bytes
     if index_bytes:
         metadata = max(metadata, _WITH_INDEX_COPIES * (metadata_bytes + index_bytes))
-    values = sum(reads.value_bytes)
+    values = sum(value_bytes)
     # The value that is unpickled is held as a stream and as a record, too.
-    reading_values = values + _batch_bytes(reads.value_bytes, READ_BATCH_BYTES) + 2 * max(reads.value_bytes, default=0)
-    reading = values + _blocks_bytes(reads.num_reads, reads.num_bytes, is_packed=is_packed)
+    reading_values = values + _batch_bytes(value_bytes, READ_BATCH_BYTES) + 2 * max(value_bytes, default=0)
+    reading = values + _blocks_bytes(num_reads, num_bytes, is_packed=is_packed)
     if device == "cpu":
-        reading += min(reads.staged_bytes, CAST_BYTES)
-    elif reads.staged_bytes > 0:
-        reading += host_buffer_bytes(reads.staged_bytes)
-    return _LEAST_BYTES + reads.num_reads * _READ_BYTES + int(metadata) + max(reading_values, reading)
+        reading += min(staged_bytes, CAST_BYTES)
+    elif staged_bytes > 0:
+        reading += host_buffer_bytes(staged_bytes)
+    return _LEAST_BYTES + num_reads * _READ_BYTES + int(metadata) + max(reading_values, reading)
 
 
 def _blocks_bytes(num_parts: int, num_bytes: int, *, is_packed: bool) -> int:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
@@ -20,13 +19,13 @@ from torchtitan_ext.checkpoint.planners.saved_chunks import name_metadata
 from torchtitan_ext.checkpoint.rules.load_rules import ComponentPlan, LoadRules, ReadRequest, component_of
 from torchtitan_ext.checkpoint.rules.report import LoadReport
 from torchtitan_ext.checkpoint.tables.component import saved_world
-from torchtitan_ext.checkpoint.tables.key_table import KeyEntry, KeyTable, ObjectEntry, TensorEntry, encode_table
+from torchtitan_ext.checkpoint.tables.key_table import KeyEntry, ObjectEntry, TensorEntry, encode_table
 from torchtitan_ext.elastic.data.virtual_shards import TooFewShardsError, num_shards_of
 from torchtitan_ext.elastic.rng import RngState, rng_of_saved
 from torchtitan_ext.errors import Problem, StateRefusedError
 from torchtitan_ext.layout.layout import num_elements, shard_of
 from torchtitan_ext.offline.dry_run.alike_ranks import AlikeRanks
-from torchtitan_ext.offline.dry_run.host_memory import Reads, loading_bytes
+from torchtitan_ext.offline.dry_run.host_memory import loading_bytes
 from torchtitan_ext.offline.dry_run.job import Job, OneRank, Stage, components_of, place_on_mesh
 from torchtitan_ext.offline.dry_run.load_source import LoadSource
 from torchtitan_ext.storage.metadata.lazy_metadata import LazyDict
@@ -93,14 +92,12 @@ class _LoadingStage:
         stage: The stage, with all that its ranks hold.
         ranks: The ranks, with the keys that they read as their table.
         request: What one of them sends to the coordinator.
-        problems: What their objects would refuse, as far as the checkpoint tells.
         asked: The saved keys that components read before anything is planned, to work out their part.
     """
 
     stage: Stage
     ranks: AlikeRanks
     request: ReadRequest
-    problems: tuple[Problem, ...]
     asked: tuple[str, ...]
 
 
@@ -124,7 +121,10 @@ def forecast_load(job: Job, source: LoadSource) -> LoadForecast:
     """What a load of a checkpoint by all ranks of a job would do."""
     load = _Load(job, source)
     stages = [load.asked_by(stage) for stage in job.stages]
-    problems = [*source.problems, *(one for stage in stages for one in (*stage.ranks.problems, *stage.problems))]
+    problems = [
+        *source.problems,
+        *(one for stage in stages for one in (*stage.ranks.problems, *_shard_problems(stage))),
+    ]
     sent = dict(request for stage in stages for request in load.requests(stage))
     planner = load.planner({})
     planner.set_up_planner({}, source.opened.metadata, is_coordinator=True)
@@ -178,10 +178,9 @@ class _Load:
         if stage.rules is not None:
             one = place_on_mesh(one, stage.rules, self._source.chunks)
         ranks = AlikeRanks(group.ranks, one.table, mesh=group.mesh, own=group.own.keys())
-        problems = _shard_problems(one.table, ranks.num_data_parallel) if stage.state is None else ()
         prefixes = [plan.saved_prefix for plan in request.components.values() if plan.saved_prefix is not None]
         asked = tuple(fqn for prefix in prefixes for fqn in paths_below(prefix, self._opened.metadata))
-        return _LoadingStage(stage, ranks, request, problems, asked)
+        return _LoadingStage(stage, ranks, request, asked)
 
     def requests(self, group: _LoadingStage) -> Iterator[tuple[int, ReadRequest]]:
         """The request that each rank of a stage sends to the coordinator."""
@@ -240,11 +239,12 @@ class _Load:
         )
 
     def reads(self, group: _LoadingStage) -> Iterator[RankLoad]:
+        """What each rank of a stage reads: values, and of tensors its part of each kind, which lies in known files."""
         alike: dict[tuple[int, int, torch.dtype], _ReadAlike] = {}
-        values: list[str] = []
+        of_all: list[str] = []
         for fqn, entry in group.ranks.table.entries.items():
             if isinstance(entry, ObjectEntry):
-                values.append(fqn)
+                of_all.append(fqn)
                 continue
             of_tensor = self._saved[fqn]
             assert isinstance(of_tensor, TensorStorageMetadata)
@@ -253,48 +253,40 @@ class _Load:
             of_key.num_keys += 1
             of_key.files.setdefault(self._files_of(fqn))
         kinds = [(one, np.array([np.frombuffer(row, np.uint32) for row in one.files])) for one in alike.values()]
+        metadata_bytes, index_bytes = self._source.metadata_bytes
         for rank, state_bytes in zip(group.ranks.ranks, group.stage.ranks.state_bytes(), strict=True):
             own = [name for name in group.ranks.own_names(rank).values() if name in self._saved]
-            yield self._rank(rank, state_bytes, [*values, *own, *group.asked], kinds, group)
-
-    def _rank(
-        self,
-        rank: int,
-        state_bytes: int,
-        values: Sequence[str],
-        kinds: Sequence[tuple[_ReadAlike, NDArray[np.uint32]]],
-        group: _LoadingStage,
-    ) -> RankLoad:
-        """What one rank reads: these values, and of tensors its part of each kind, which lies in the given files."""
-        value_bytes = list(map(self._value_bytes, values))
-        found = {number for fqn in values for number in np.frombuffer(self._files_of(fqn), np.uint32).tolist()}
-        reads = Reads(len(values), sum(value_bytes), value_bytes)
-        whole_bytes = reads.num_bytes
-        for one, files in kinds:
-            entry = group.ranks.entry(rank, one.entry)
-            assert isinstance(entry, TensorEntry)
-            parts = one.chunks.find_overlaps(shard_of(entry.report, group.ranks.steps(one.entry)).chunks)
-            of_chunk = [part.saved for part in parts]
-            sizes = [num_elements(part.sizes) * one.dtype.itemsize for part in parts]
-            reads.num_reads += one.num_keys * len(parts)
-            reads.num_bytes += one.num_keys * sum(sizes)
-            whole = (num_elements(one.chunks.box(chunk)[1]) for chunk in of_chunk)
-            whole_bytes += one.num_keys * sum(whole) * one.dtype.itemsize
-            if self._job.device != "cpu" or entry.dtype != one.dtype:
-                reads.staged_bytes += one.num_keys * sum(sizes)
-            if of_chunk:
-                found.update(np.unique(files[:, of_chunk]).tolist())
-        metadata_bytes, index_bytes = self._source.metadata_bytes
-        is_packed = group.stage.one.is_packed or whole_bytes > reads.num_bytes
-        buffer_bytes = loading_bytes(
-            reads,
-            device=self._job.device,
-            is_packed=is_packed,
-            metadata_bytes=metadata_bytes,
-            index_bytes=index_bytes,
-        )
-        num_files = len(found - {_NO_FILE})
-        return RankLoad(rank, state_bytes, reads.num_reads, reads.num_bytes, num_files, whole_bytes, buffer_bytes)
+            values = [*of_all, *own, *group.asked]
+            value_bytes = list(map(self._value_bytes, values))
+            found = {number for fqn in values for number in np.frombuffer(self._files_of(fqn), np.uint32).tolist()}
+            num_reads, num_bytes, staged_bytes = len(values), sum(value_bytes), 0
+            whole_bytes = num_bytes
+            for one, files in kinds:
+                entry = group.ranks.entry(rank, one.entry)
+                assert isinstance(entry, TensorEntry)
+                parts = one.chunks.find_overlaps(shard_of(entry.report, group.ranks.steps(one.entry)).chunks)
+                of_chunk = [part.saved for part in parts]
+                item_bytes = one.num_keys * one.dtype.itemsize
+                part_bytes = item_bytes * sum(num_elements(part.sizes) for part in parts)
+                num_reads += one.num_keys * len(parts)
+                num_bytes += part_bytes
+                whole_bytes += item_bytes * sum(num_elements(one.chunks.box(chunk)[1]) for chunk in of_chunk)
+                if self._job.device != "cpu" or entry.dtype != one.dtype:
+                    staged_bytes += part_bytes
+                if of_chunk:
+                    found.update(np.unique(files[:, of_chunk]).tolist())
+            buffer_bytes = loading_bytes(
+                num_reads=num_reads,
+                num_bytes=num_bytes,
+                value_bytes=value_bytes,
+                staged_bytes=staged_bytes,
+                device=self._job.device,
+                is_packed=group.stage.one.is_packed or whole_bytes > num_bytes,
+                metadata_bytes=metadata_bytes,
+                index_bytes=index_bytes,
+            )
+            num_files = len(found - {_NO_FILE})
+            yield RankLoad(rank, state_bytes, num_reads, num_bytes, num_files, whole_bytes, buffer_bytes)
 
     def saved_bytes(self, groups: Sequence[_LoadingStage]) -> int:
         """The size of all tensors and values that any rank reads, each counted once."""
@@ -327,14 +319,11 @@ class _Load:
         return int(getattr(self._places.get(MetadataIndex(fqn)), "length", 0))
 
 
-def _shard_problems(table: KeyTable, num_data_parallel: int) -> tuple[Problem, ...]:
-    """Data loaders whose saved virtual shards are fewer than the data-parallel ranks."""
-    found: dict[str, int] = {}
-    for fqn in table.entries:
-        num_shards = num_shards_of(fqn)
-        if num_shards is not None and num_shards < num_data_parallel:
-            found.setdefault(fqn.rpartition(".")[0], num_shards)
-    return tuple(
-        Problem("cannot_reshard", name, str(TooFewShardsError(num_shards, num_data_parallel)))
-        for name, num_shards in found.items()
-    )
+def _shard_problems(group: _LoadingStage) -> Iterator[Problem]:
+    """Data loaders of the checkpoint whose virtual shards are fewer than the data-parallel ranks that ask for all."""
+    num_data_parallel = group.ranks.num_data_parallel
+    fqns = group.ranks.table.entries if group.stage.state is None else ()
+    found = {fqn.rpartition(".")[0]: num_shards for fqn in fqns if (num_shards := num_shards_of(fqn)) is not None}
+    for name, num_shards in found.items():
+        if num_shards < num_data_parallel:
+            yield Problem("cannot_reshard", name, str(TooFewShardsError(num_shards, num_data_parallel)))

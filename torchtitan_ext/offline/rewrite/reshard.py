@@ -23,9 +23,9 @@ from torchtitan_ext.offline.selection import SelectedKeys, Selection
 from torchtitan_ext.offline.sources import FileSource
 from torchtitan_ext.offline.workers import Shares, run_tasks
 from torchtitan_ext.storage.commit.commit import find_place
-from torchtitan_ext.storage.native.file_writer import FileWriter
-from torchtitan_ext.storage.native.rank_file import RankFileWriter
+from torchtitan_ext.storage.native.file_writer import BLOCK_BYTES, FileWriter
 from torchtitan_ext.storage.progress import OnBytes
+from torchtitan_ext.storage.raw_tensor import ELEMENT_TYPES, NAMES
 
 
 @dataclass(frozen=True)
@@ -118,17 +118,18 @@ def write_checkpoint(
             parts, values = list(plan.parts_of(rank, shares.part_bytes)), plan.values_of(rank)
             if not parts and not values:
                 return None, sums
-            file = RankFileWriter(place, rank, num_threads=shares.num_threads, sync=sync)
+            name = place.data_name(f"__{rank}_")
+            file = _core.RecordWriter(os.fsencode(place.directory / name), BLOCK_BYTES, shares.num_threads, sync)
             for key in values:
                 content = plan.keys.source.value_record(plan.keys.fqns[key])  # must live until it is written
-                file.add_value(key, content)
-                file.write()
+                file.add_record((key, None, None), "", (), content.data_ptr(), content.numel())
+                file.write_queued()
             for batch in plan.keys.reader.read_batches(parts, shares.part_bytes):
                 if chain is not None:
                     chain.apply(((part.key, part.piece, tensor) for tensor, part in batch), sums)
                 _write_parts(file, batch)
                 on_bytes(sum(tensor.nbytes for tensor, _ in batch))
-            return file.finish(), sums
+            return file.finish(name, bytes.fromhex(place.save_id), rank), sums
 
         written = run_tasks(write, plan.num_ranks, shares.num_processes, progress)
         if chain is not None:
@@ -138,14 +139,16 @@ def write_checkpoint(
         writer.abandon()
 
 
-def _write_parts(file: RankFileWriter, batch: Sequence[tuple[torch.Tensor, _WrittenPart]]) -> None:
+def _write_parts(file: _core.RecordWriter, batch: Sequence[tuple[torch.Tensor, _WrittenPart]]) -> None:
     for tensor, part in batch:
         if part.is_first:
-            file.begin_tensor(part.key, part.chunk.offsets, part.position, part.chunk.dtype, part.chunk.sizes)
-        file.add_part(tensor)
+            chunk = part.chunk
+            key = (part.key, chunk.offsets, part.position)
+            file.begin_tensor(key, NAMES[chunk.dtype], chunk.sizes, ELEMENT_TYPES[chunk.dtype])
+        file.add_bytes(tensor.data_ptr(), tensor.nbytes)
         if part.is_last:
             file.end_tensor()
-    file.write()
+    file.write_queued()
 
 
 class _WrittenPart(NamedTuple):

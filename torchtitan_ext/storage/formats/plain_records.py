@@ -1,7 +1,7 @@
 """Reads values of a DCP checkpoint that are dicts, lists and numbers, without running what they name. Imports no torch.
 
-``scalars`` reads single numbers. Here containers are made as they were; whatever else a pickle would make, a tensor or
-an object of some class, comes out as an ``Unread``.
+Containers are made as they were; whatever else a pickle would make, a tensor or an object of some class, comes out as
+an ``Unread``. ``scalars`` reads single numbers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import io
 import os
 import pickle
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ _MAX_RECORD_BYTES = 1 << 24
 
 # Files of a checkpoint that are held open together.
 _MAX_OPEN_FILES = 128
+
+Place = tuple[str, int, int]
+"""A key, and the first byte and the size of its record in a file."""
 
 _BAD_PICKLE = (pickle.UnpicklingError, AttributeError, IndexError, KeyError, TypeError, MemoryError, RecursionError)
 
@@ -54,11 +57,49 @@ class _Containers(pickle._Unpickler):
         return Unread()
 
 
-def read_records(path: Path, saved: SavedMetadata, fqns: Sequence[str]) -> dict[str, Any]:
-    """The values of these keys; those that cannot be read are left out. Compares no checksums."""
-    of_file: dict[str, list[tuple[str, int, int]]] = {}
-    for fqn in fqns:
-        part = saved.columns.find_part(fqn, None)
+def containers_of(pickled: bytes) -> Any:
+    """The value of a pickle, with an ``Unread`` for whatever is neither a container nor a plain value."""
+    _core.check_pickle_keys(pickled, 1)
+    return _Containers(io.BytesIO(pickled)).load()
+
+
+def read_records(
+    path: Path,
+    saved: SavedMetadata,
+    fqns: Iterable[str],
+    *,
+    max_bytes: int = _MAX_RECORD_BYTES,
+    loads: Callable[[bytes], Any] = containers_of,
+) -> dict[str, Any]:
+    """The values of these keys; those that cannot be read, or have longer records, are left out.
+
+    Args:
+        loads: Makes the value of a pickle; raises ValueError to leave it out.
+    """
+
+    def read(name: str, descriptor: int, places: Sequence[Place]) -> Iterator[tuple[str, Any]]:
+        for fqn, offset, num_bytes in places:
+            if num_bytes <= max_bytes:
+                yield from _value_of(fqn, os.pread(descriptor, num_bytes, offset), loads).items()
+
+    return read_places(path, saved, ((fqn, None) for fqn in fqns), read)
+
+
+def read_places(
+    path: Path,
+    saved: SavedMetadata,
+    keys: Iterable[tuple[str, tuple[int, ...] | None]],
+    read: Callable[[str, int, Sequence[Place]], Iterable[tuple[str, Any]]],
+) -> dict[str, Any]:
+    """Values by key, file by file; what cannot be read is left out. Compares no checksums.
+
+    Args:
+        keys: Each with the offsets of the chunk that is read of a tensor; ``None`` for a value.
+        read: Gives keys and values of one file, from its name, its descriptor and the places of records in it.
+    """
+    of_file: dict[str, list[Place]] = {}
+    for fqn, offsets in keys:
+        part = saved.columns.find_part(fqn, offsets)
         if part is not None:
             place = saved.columns.part(part)
             of_file.setdefault(place.path, []).append((fqn, place.offset, place.num_bytes))
@@ -67,22 +108,18 @@ def read_records(path: Path, saved: SavedMetadata, fqns: Sequence[str]) -> dict[
         if number % _MAX_OPEN_FILES == 0:
             files = OpenedCheckpoint(path)
         try:
-            descriptor = files.descriptor(name)
-            for fqn, offset, num_bytes in of_file[name]:
-                if num_bytes <= _MAX_RECORD_BYTES:
-                    values |= _value_of(fqn, os.pread(descriptor, num_bytes, offset))
+            for fqn, value in read(name, files.descriptor(name), of_file[name]):
+                values[fqn] = value
         except (OSError, ValueError, OverflowError, DamagedCheckpointError):  # the metadata may say the impossible
             continue
     return values
 
 
-def _value_of(fqn: str, record: bytes) -> dict[str, Any]:
+def _value_of(fqn: str, record: bytes, loads: Callable[[bytes], Any] = containers_of) -> dict[str, Any]:
     stream = io.BytesIO(record)
     try:
         with zipfile.ZipFile(stream) as archive:
             (entry,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl"))
-            pickled = read_entry(stream, entry)
-        _core.check_pickle_keys(pickled, 1)
-        return {fqn: _Containers(io.BytesIO(pickled)).load()}
+            return {fqn: loads(read_entry(stream, entry))}
     except (*BAD_ARCHIVE, *_BAD_PICKLE):
         return {}

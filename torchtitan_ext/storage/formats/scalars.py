@@ -1,37 +1,24 @@
 """Reads single numbers and texts of a checkpoint, numbers in their shortest form. Imports no torch.
 
-Nothing is unpickled: only a pickle of one plain value is read.
+Nothing that a pickle names is made: see ``plain_records``.
 """
 
 from __future__ import annotations
 
-import io
 import os
-import pickletools
-import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from torchtitan_ext import _core
-from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage.checkpoint_files import find_stock_tensors
-from torchtitan_ext.storage.commit.opened import OpenedCheckpoint
-from torchtitan_ext.storage.formats.archives import BAD_ARCHIVE, read_entry
 from torchtitan_ext.storage.formats.contents import Scalar
+from torchtitan_ext.storage.formats.plain_records import Place, containers_of, read_places, read_records
 from torchtitan_ext.storage.metadata.saved_metadata import SavedMetadata
 
 # A record of torch.save with one value in it has some 1,300 bytes; a longer text is nothing for a table.
 _MAX_RECORD_BYTES = 1 << 14
 
-# Files of a checkpoint that are held open together.
-_MAX_OPEN_FILES = 128
-
-_VALUES = {
-    "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2", "LONG1", "FLOAT", "BINFLOAT", "UNICODE",
-    "SHORT_BINUNICODE", "BINUNICODE",
-}  # fmt: skip
-_CONSTANTS = {"NEWTRUE": True, "NEWFALSE": False}
-_FRAMING = {"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"}
+_VALUES = (type(None), bool, int, float, str)
 
 
 def plain_value_of(pickled: bytes) -> Scalar:
@@ -40,13 +27,9 @@ def plain_value_of(pickled: bytes) -> Scalar:
     Raises:
         ValueError: It is more, or none.
     """
-    found: list[Scalar] = []
-    for opcode, argument, _ in pickletools.genops(pickled):
-        if opcode.name in _VALUES:
-            found.append(_CONSTANTS.get(opcode.name, argument))
-        elif opcode.name not in _FRAMING:
-            raise ValueError(f"{opcode.name} makes more than a plain value")
-    (value,) = found
+    value: Scalar = containers_of(pickled)
+    if type(value) not in _VALUES:
+        raise ValueError(f"{type(value).__name__} is more than a plain value")
     return value
 
 
@@ -63,29 +46,19 @@ def read_scalars(path: Path, saved: SavedMetadata, keys: Iterable[tuple[str, boo
     Args:
         keys: Names of keys, each with whether it is a tensor.
     """
-    of_file: dict[str, list[tuple[str, bool, int, int]]] = {}
-    for fqn, is_tensor in keys:
-        part = saved.columns.find_part(fqn, () if is_tensor else None)
-        if part is not None:
-            place = saved.columns.part(part)
-            of_file.setdefault(place.path, []).append((fqn, is_tensor, place.offset, place.num_bytes))
-    values: dict[str, Scalar] = {}
-    for number, name in enumerate(sorted(of_file)):
-        if number % _MAX_OPEN_FILES == 0:
-            files = OpenedCheckpoint(path)
-        try:
-            descriptor = files.descriptor(name)
-            tensors = {offset: size for _, is_tensor, offset, size in of_file[name] if is_tensor}
-            stored = _stored(path / name, saved, name, tensors, descriptor)
-            for fqn, is_tensor, offset, num_bytes in of_file[name]:
-                if is_tensor:
-                    tensor = stored.get(offset)
-                    values |= {} if tensor is None or tensor.sizes else read_number(descriptor, fqn, tensor)
-                elif num_bytes <= _MAX_RECORD_BYTES:
-                    values |= _value_of_record(fqn, os.pread(descriptor, num_bytes, offset))
-        except (OSError, ValueError, OverflowError, DamagedCheckpointError):  # the metadata may say the impossible
-            continue
-    return values
+    is_tensor = dict(keys)
+
+    def read(name: str, descriptor: int, places: Sequence[Place]) -> Iterator[tuple[str, Scalar]]:
+        lengths = {offset: num_bytes for _, offset, num_bytes in places}
+        stored = _stored(path / name, saved, name, lengths, descriptor)
+        for fqn, offset, _ in places:
+            tensor = stored.get(offset)
+            if tensor is not None and not tensor.sizes:
+                yield from read_number(descriptor, fqn, tensor).items()
+
+    texts = [fqn for fqn in is_tensor if not is_tensor[fqn]]
+    values: dict[str, Scalar] = read_records(path, saved, texts, max_bytes=_MAX_RECORD_BYTES, loads=plain_value_of)
+    return values | read_places(path, saved, ((fqn, ()) for fqn in is_tensor if is_tensor[fqn]), read)
 
 
 def _stored(
@@ -95,13 +68,3 @@ def _stored(
     known = {} if saved.index is None or name not in saved.index.files else saved.index.tensors(name)
     unknown = {offset: size for offset, size in tensors.items() if offset not in known}
     return {**known, **find_stock_tensors(path, unknown, 1, descriptor)}
-
-
-def _value_of_record(fqn: str, record: bytes) -> dict[str, Scalar]:
-    stream = io.BytesIO(record)
-    try:
-        with zipfile.ZipFile(stream) as archive:
-            (entry,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl"))
-            return {fqn: plain_value_of(read_entry(stream, entry))}
-    except BAD_ARCHIVE:
-        return {}

@@ -105,6 +105,9 @@ class Verdict:
         num_files: How many data files there should be.
         num_bytes: Size of the data files that are there.
         unproved: Files in which some bytes have no checksum; empty unless ``is_deep``.
+        num_proved: The number of tensors that are what was saved, by the fingerprints of the save; ``None`` where they
+            were not compared, or the save stored none.
+        without_fingerprints: Keys of tensors that were not compared for want of fingerprints.
     """
 
     path: Path
@@ -114,6 +117,8 @@ class Verdict:
     num_files: int
     num_bytes: int
     unproved: Sequence[str] = ()
+    num_proved: int | None = None
+    without_fingerprints: Sequence[str] = ()
 
     @property
     def is_damaged(self) -> bool:

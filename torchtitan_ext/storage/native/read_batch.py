@@ -103,7 +103,7 @@ class ReadBatch:
         if _goes_by_bucket(target):
             self._add_to_buckets(file, item, stored, target)
             return
-        if _is_plain_target(target, dtype):
+        if is_plain_target(target, dtype):
             self._copies += add_box(self._runs, file, stored, item.storage_offsets, target)
             self._targets.append(_Target(item, target, None, is_written=True))
             self.num_bytes += target.nbytes
@@ -199,7 +199,7 @@ def _goes_by_bucket(target: torch.Tensor) -> bool:
     return takes_operators(target.device) and _has_own_elements(target)
 
 
-def _is_plain_target(target: torch.Tensor, dtype: torch.dtype) -> bool:
+def is_plain_target(target: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether elements of a saved dtype can be written straight into the target's memory."""
     if type(target) is not torch.Tensor or target.layout is not torch.strided or not target.is_cpu:
         return False

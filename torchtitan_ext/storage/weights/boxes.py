@@ -15,7 +15,7 @@ from torchtitan_ext.storage.element_types import ITEM_BYTES
 from torchtitan_ext.storage.formats.safetensors_files import SafetensorsEntry
 from torchtitan_ext.storage.native.device_buckets import OutgoingBuckets, bucket_bytes_of
 from torchtitan_ext.storage.weights.one_writer import OneWriterPerFile
-from torchtitan_ext.storage.weights.placed import Placed, row_major_strides
+from torchtitan_ext.storage.weights.placed import FilePart, row_major_strides
 
 # What is queued is written after so many bytes: copies, which a planner or a cast has made, are freed then. The two
 # buckets of an accelerator have as many together.
@@ -84,21 +84,21 @@ class PlacedBoxes:
             self._buckets = None
             self._held.clear()
 
-    def add(self, placed: Placed, path: Path, entry: SafetensorsEntry) -> None:
-        """Queues elements.
+    def add(self, part: FilePart, values: torch.Tensor, path: Path, entry: SafetensorsEntry) -> None:
+        """Queues the elements of a part.
 
         Args:
             entry: The tensor of the file, and where it lies there.
         """
-        values, item_bytes = placed.values, ITEM_BYTES[entry.dtype]
-        begin = entry.begin + placed.position * item_bytes
-        if not placed.dtypes:
-            self._add_plain(path, begin, placed.strides, values)
+        item_bytes = ITEM_BYTES[entry.dtype]
+        begin = entry.begin + part.position * item_bytes
+        if not part.dtypes:
+            self._add_plain(path, begin, part.strides, values)
             return
-        widest = max(dtype.itemsize for dtype in placed.dtypes)
-        for inside, part in row_major_boxes(values, max(1, _CAST_BYTES // widest)):
-            cast = functools.reduce(torch.Tensor.to, placed.dtypes, part)
-            self._add_plain(path, begin + _steps(inside, placed.strides) * item_bytes, placed.strides, cast)
+        widest = max(dtype.itemsize for dtype in part.dtypes)
+        for inside, box in row_major_boxes(values, max(1, _CAST_BYTES // widest)):
+            cast = functools.reduce(torch.Tensor.to, part.dtypes, box)
+            self._add_plain(path, begin + _steps(inside, part.strides) * item_bytes, part.strides, cast)
 
     def write(self) -> None:
         """Writes all that was added."""
@@ -119,7 +119,7 @@ class PlacedBoxes:
             at = begin + _steps(inside, strides) * item_bytes
             packed = row_major_strides(part.shape)
             self._buckets.add(
-                part, functools.partial(self._add_packed, path, at, strides, part.shape, item_bytes, packed)
+                part, functools.partial(self._add_memory, path, at, strides, part.shape, item_bytes, packed)
             )
 
     def _add_of_host(self, path: Path, begin: int, strides: Sequence[int], values: torch.Tensor) -> None:
@@ -134,19 +134,6 @@ class PlacedBoxes:
             if self._held_bytes >= self._max_queued:
                 self._write_queued()
 
-    def _add_packed(
-        self,
-        path: Path,
-        begin: int,
-        strides: Sequence[int],
-        sizes: torch.Size,
-        item_bytes: int,
-        packed: Sequence[int],
-        address: int,
-        num_bytes: int,
-    ) -> None:
-        self._add_memory(path, begin, strides, sizes, item_bytes, packed, address)
-
     def _add_memory(
         self,
         path: Path,
@@ -156,7 +143,9 @@ class PlacedBoxes:
         item_bytes: int,
         strides: Sequence[int],
         address: int,
+        num_bytes: int = 0,
     ) -> None:
+        """``num_bytes``: what buckets tell beside the address."""
         self._runs.add_box(self._file(path), item_bytes, sizes, address, strides, begin, file_strides)
 
     def _file(self, path: Path) -> int:

@@ -3,56 +3,48 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 
+from torchtitan_ext import _core
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.layout.layout import row_major_position
-from torchtitan_ext.storage.raw_tensor import dtype_name, raw_memory
+from torchtitan_ext.storage.raw_tensor import NAMES, dtype_name, raw_memory
 from torchtitan_ext.storage.weights.layout import dtype_problems, name_problems, value_problem
-
-Value = torch.Tensor | io.BytesIO
-"""What a planner gives for an item."""
 
 TensorForms = dict[str, tuple[str, tuple[int, ...]]]
 """Dtype and shape of each tensor, by name."""
 
 
-@dataclass(frozen=True)
-class Placed:
-    """Elements, and their places in a tensor of a file.
+class FilePart(NamedTuple):
+    """Elements of an item that belong to one tensor of the files.
 
     Attributes:
         fqn: The name of that tensor.
-        position: Of the first element, in row-major order.
+        position: Of the first element in it, in row-major order.
         strides: Positions from one element to the next, by the dims of ``values``. No two elements have one place.
-        values: Plain memory of any strides, on any device.
         dtypes: To which elements are cast in turn.
+        part: Which elements of the item; ``None``: all of them.
     """
 
     fqn: str
     position: int
     strides: tuple[int, ...]
-    values: torch.Tensor
     dtypes: tuple[torch.dtype, ...] = ()
+    part: _core.MapPart | None = None
 
-
-class PlacesOfRank(Protocol):
-    """The places of what one rank writes."""
-
-    @property
-    def names(self) -> Iterable[str]:
-        """The tensors of the files of which the rank writes something."""
-        ...
-
-    def of(self, item: WriteItem, value: Callable[[], Value]) -> Iterator[Placed]:
-        """The places of an item, whose value is asked for if it has any."""
-        ...
+    def values(self, raw: torch.Tensor) -> torch.Tensor:
+        """These elements of the plain memory of the item: plain memory of any strides, on any device."""
+        if self.part is None:
+            return raw
+        item_bytes = raw.element_size()
+        first = int(raw.storage_offset()) * item_bytes
+        view = self.part.stored(_core.StoredTensor(NAMES[raw.dtype], raw.shape, raw.stride(), first))
+        return raw.as_strided(view.sizes, view.strides, view.data_offset // item_bytes)
 
 
 class WeightsMap(Protocol):
@@ -66,8 +58,8 @@ class WeightsMap(Protocol):
         """
         ...
 
-    def places(self, items: Sequence[WriteItem], known: bytes) -> PlacesOfRank:
-        """The places of one rank's items."""
+    def places(self, items: Sequence[WriteItem], known: bytes) -> Mapping[MetadataIndex, Sequence[FilePart]]:
+        """The parts of one rank's items; an item of which nothing is written has none."""
         ...
 
 
@@ -87,24 +79,19 @@ class SameTensors:
             raise refusal("save", problems)
         return forms, b""
 
-    def places(self, items: Sequence[WriteItem], known: bytes) -> PlacesOfRank:
-        return _SamePlaces(dict.fromkeys(item.index.fqn for item in items))
+    def places(self, items: Sequence[WriteItem], known: bytes) -> Mapping[MetadataIndex, Sequence[FilePart]]:
+        return {item.index: [_whole(item)] for item in items}
 
 
-@dataclass(frozen=True)
-class _SamePlaces:
-    names: Iterable[str]
-
-    def of(self, item: WriteItem, value: Callable[[], Value]) -> Iterator[Placed]:
-        raw = plain_value(item, value())
-        assert item.tensor_data is not None
-        strides = row_major_strides(tuple(item.tensor_data.size))
-        position = row_major_position(item.tensor_data.chunk.offsets, item.tensor_data.size)
-        yield Placed(item.index.fqn, position, strides, raw)
+def _whole(item: WriteItem) -> FilePart:
+    assert item.tensor_data is not None, f"{item.index.fqn} is no tensor, please report"
+    sizes = item.tensor_data.size
+    position = row_major_position(item.tensor_data.chunk.offsets, sizes)
+    return FilePart(item.index.fqn, position, row_major_strides(tuple(sizes)))
 
 
-def plain_value(item: WriteItem, value: Value) -> torch.Tensor:
-    """The plain memory of an item.
+def plain_value(item: WriteItem, value: torch.Tensor | io.BytesIO) -> torch.Tensor:
+    """The plain memory of an item, from what a planner gives for it.
 
     Raises:
         StateRefusedError: It has none.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import resource
 import time
@@ -34,7 +33,7 @@ from torchtitan_ext.storage.progress import progress
 from torchtitan_ext.storage.weights.boxes import PlacedBoxes
 from torchtitan_ext.storage.weights.layout import file_names, find_places, lay_out_weights, make_weights
 from torchtitan_ext.storage.weights.one_writer import OneWriterPerFile, WriterRanks
-from torchtitan_ext.storage.weights.placed import SameTensors, TensorForms, WeightsMap
+from torchtitan_ext.storage.weights.placed import SameTensors, TensorForms, WeightsMap, plain_value
 
 MAX_FILE_BYTES = 5 * 10**9
 """Of the tensors of one file: what Hugging Face's libraries take by default."""
@@ -257,7 +256,8 @@ class SafetensorsWriter(StorageWriter):
             return WrittenWeights(0)
         places = self._map.places(plan.items, staged.known)
         paths = [self._directory_of(staged) / name for name in file_names(staged.num_files)]
-        entries = self._find_entries(staged, places.names, () if one_writer is None else paths)
+        names = dict.fromkeys(part.fqn for parts in places.values() for part in parts)
+        entries = self._find_entries(staged, names, () if one_writer is None else paths)
         num_bytes = sum(item.tensor_storage_size() or 0 for item in plan.items)
         with (
             progress(
@@ -275,11 +275,12 @@ class SafetensorsWriter(StorageWriter):
             for portion in planner.portions(plan.items) if isinstance(planner, WritesInPortions) else [plan.items]:
                 # In the order of the files, so that neighbours are written by one call.
                 for item in sorted(portion, key=lambda item: _order(entries.get(item.index.fqn))):
-                    num_places = 0
-                    for placed in places.of(item, functools.partial(planner.resolve_data, item)):
-                        boxes.add(placed, *entries[placed.fqn])
-                        num_places += 1
-                    if num_places == 0 and isinstance(planner, CountsRequests):
+                    parts = places.get(item.index)
+                    if parts:
+                        raw = plain_value(item, planner.resolve_data(item))
+                        for part in parts:
+                            boxes.add(part, part.values(raw), *entries[part.fqn])
+                    elif isinstance(planner, CountsRequests):
                         planner.expect_requests(-1)  # a transform drops it
                 boxes.write()
             return WrittenWeights(boxes.num_bytes)
