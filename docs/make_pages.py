@@ -1,4 +1,5 @@
-"""Writes what their programs print into docs/use/tutorial.md and mistakes.md: python docs/make_pages.py."""
+"""Writes what their programs print into docs/use/tutorial.md and mistakes.md, and what the classes say into
+docs/reference/errors.md: python docs/make_pages.py."""
 
 import os
 import sys
@@ -7,9 +8,11 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 
+import errors_page
 import mistakes_page
 import tutorial_page
 
+errors_page.PATH.write_text(errors_page.page_of_classes())
 mistakes_page.PATH.write_text(mistakes_page.page_of_runs())
 with tempfile.TemporaryDirectory() as folder:
     os.chdir(folder)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import FrameType, ModuleType
 
+import errors_page
 import pytest
 import torch
 from gloo_worlds import GLOO_AT_EXIT
@@ -168,6 +169,9 @@ def test_every_heading_stands_with_its_kind() -> None:
 def test_every_exception_is_explained() -> None:
     classes = {name for name, member in inspect.getmembers(errors, inspect.isclass) if issubclass(member, Exception)}
     assert classes <= documented("errors.md")
+    assert errors_page.PATH.read_text() == errors_page.page_of_classes(), "run python docs/make_pages.py"
+    no_remedy = [row for row in map(errors_page.row_of, errors_page.classes()) if row.endswith("|  |\n")]
+    assert [row.split("`")[1] for row in no_remedy] == ["TorchtitanExtError"]
 
 
 # Warnings that say what was found elsewhere: phrases of it.

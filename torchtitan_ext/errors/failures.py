@@ -24,6 +24,8 @@ class TorchtitanExtError(Exception):
 class WrongValueError(TorchtitanExtError, ValueError):
     """An argument has a value that is not allowed: never, beside the other arguments, or for this checkpoint.
 
+    What to do: the message says what is expected.
+
     Attributes:
         detail: What is wrong with the argument.
         argument: Name of the argument, where ``detail`` does not begin with it.
@@ -44,6 +46,8 @@ class WrongValueError(TorchtitanExtError, ValueError):
 @dataclass(eq=False, repr=False)
 class LostRankError(TorchtitanExtError, RuntimeError):
     """A collective of a sync, check, save or load failed: a rank died, hangs, or raised something else first.
+
+    What to do: read the logs of these ranks; restart.
 
     A sync or check raises it on the ranks that notice: at once next to a lost connection, on others when these
     neighbours give up, at the latest after the timeout of the process group. A save or load raises it on every rank
@@ -91,6 +95,8 @@ class LostRankError(TorchtitanExtError, RuntimeError):
 class DifferentCallsError(TorchtitanExtError, RuntimeError):
     """Ranks of one process group make different collective calls at once. The same on every rank.
 
+    What to do: make the same calls, in one order, on all ranks.
+
     Attributes:
         calls: What each rank calls, by its position in the group.
     """
@@ -111,6 +117,8 @@ class DifferentCallsError(TorchtitanExtError, RuntimeError):
 class CannotReshardError(TorchtitanExtError, RuntimeError):
     """A component cannot become what this world needs. Its ``reshard`` raises it, the report of the load shows it.
 
+    What to do: its ``remedy``.
+
     Attributes:
         reason: Why, with the saved and the wanted values.
         remedy: What the user can do.
@@ -129,6 +137,9 @@ class CannotReshardError(TorchtitanExtError, RuntimeError):
 class CheckpointReadError(TorchtitanExtError, RuntimeError):
     """A value of the checkpoint could not be read back after loading had begun; targets may be part-written.
 
+    What to do: ``LoadPlanner(allow_classes=[...])`` as ``planner=``, or ``tte.install(allow_classes=[...])``;
+    ``LoadPlanner(weights_only=False)`` if you trust the checkpoint; another step if its bytes are damaged.
+
     Attributes:
         fqn: The key of the value; where several values are not plain data, the first ten of their keys.
         reason: Why not, and what to do where ``advice`` does not say it.
@@ -146,7 +157,10 @@ class CheckpointReadError(TorchtitanExtError, RuntimeError):
 
 
 class DamagedValueError(CheckpointReadError):
-    """The bytes of a value of the checkpoint are not those of a value."""
+    """The bytes of a value of the checkpoint are not those of a value.
+
+    What to do: another step.
+    """
 
     def __str__(self) -> str:
         return f"{super().__str__()}{_ANOTHER_STEP}"
@@ -155,6 +169,8 @@ class DamagedValueError(CheckpointReadError):
 @dataclass(eq=False, repr=False)
 class DamagedCheckpointError(TorchtitanExtError, RuntimeError):
     """Bytes of a checkpoint's files are not what was written, or not what this package can read.
+
+    What to do: another step; ``FileReader(path, verify="none")`` to take the bytes as they are.
 
     Attributes:
         reason: The file, the byte, and which tensors' rows lie there.
@@ -203,6 +219,8 @@ class WrongPart:
 class ProofFailedError(TorchtitanExtError, RuntimeError):
     """Loaded tensors are not what was saved: their fingerprints differ. The same on every rank; the state is undefined.
 
+    What to do: load again, where the file has what was saved: memory or a component changed it; else another step.
+
     Attributes:
         path: The checkpoint.
         fqns: Keys of the wrong tensors in the state dict.
@@ -234,6 +252,8 @@ class ProofFailedError(TorchtitanExtError, RuntimeError):
 class SaveInProgressError(TorchtitanExtError, RuntimeError):
     """Another save is under way in the same place, or took it over; this one wrote nothing that anybody reads.
 
+    What to do: wait for the other save, end it, or save elsewhere.
+
     Attributes:
         path: The directory of both saves.
         owner: The process that saves there, its host, since when.
@@ -260,6 +280,8 @@ class _PathError(TorchtitanExtError, RuntimeError):
 class SavedOverError(_PathError):
     """A checkpoint was saved over, or removed, while it was loaded. The same on every rank; nothing was mixed.
 
+    What to do: load it again.
+
     Attributes:
         path: The checkpoint.
         detail: Which part of the earlier checkpoint is gone.
@@ -272,6 +294,8 @@ class SavedOverError(_PathError):
 @dataclass(eq=False, repr=False)
 class NoCheckpointError(TorchtitanExtError, RuntimeError):
     """A run has no checkpoint of the step that was asked for, or none that is good.
+
+    What to do: another step; pass the directory of the run, not of a step.
 
     Attributes:
         run: The directory of the run.
@@ -290,6 +314,9 @@ class NoCheckpointError(TorchtitanExtError, RuntimeError):
 @dataclass(eq=False, repr=False)
 class AbsentRunError(TorchtitanExtError, RuntimeError):
     """Nothing is at the path of a run, as where its disk is not mounted, and a fallback directory has steps of it.
+
+    What to do: mount the disk of the run; or pass the step by its number, which loads it from the fallback; or
+    remove the fallback's folder, to begin anew.
 
     It is no ``NoCheckpointError``, after which a trainer may begin anew.
 
@@ -316,6 +343,8 @@ class AbsentRunError(TorchtitanExtError, RuntimeError):
 class UnknownFormatError(_PathError):
     """There is no checkpoint at a path in a format that this package knows, or its save has not finished.
 
+    What to do: pass the path of a checkpoint; for a run name a step.
+
     Attributes:
         path: The file or directory.
         detail: What is there, or is missing.
@@ -331,6 +360,8 @@ class UnknownFormatError(_PathError):
 class UnsafePickleError(_PathError):
     """A file's pickle names a class or function that may not be unpickled; nothing was run.
 
+    What to do: ``--unsafe-unpickle``, if you trust its author.
+
     Attributes:
         path: The file.
         detail: What the pickle names.
@@ -343,6 +374,8 @@ class UnsafePickleError(_PathError):
 @dataclass(eq=False, repr=False)
 class CheckpointFailedError(TorchtitanExtError, RuntimeError):
     """Ranks failed while planning, writing or reading, for reasons outside this package (a full disk, a lost file).
+
+    What to do: repair the cause and try again; load what is undefined again before you train.
 
     Attributes:
         operation: What failed, for example ``"save"``.
@@ -376,6 +409,8 @@ class CheckpointFailedError(TorchtitanExtError, RuntimeError):
 class MeetingError(TorchtitanExtError, RuntimeError):
     """Ranks of several jobs did not become one group. The same on every rank that has come.
 
+    What to do: start what is named, or give all the same; meet again.
+
     Attributes:
         detail: Who did not come, or what ranks of which job say differently.
         address: Where the store of the meeting is, or should be.
@@ -391,6 +426,8 @@ class MeetingError(TorchtitanExtError, RuntimeError):
 @dataclass(eq=False, repr=False)
 class TransferFailedError(TorchtitanExtError, RuntimeError):
     """Ranks failed while they planned or ran a transfer from memory to memory. The same on every rank.
+
+    What to do: repair the cause, then run the transfer again, or fill the target anew.
 
     Attributes:
         operation: What failed, ``"reshard"``.
@@ -416,6 +453,8 @@ class TransferFailedError(TorchtitanExtError, RuntimeError):
 class WorkerLostError(TorchtitanExtError, RuntimeError):
     """A process that did a part of the work was killed, most often for lack of memory. Nothing was committed.
 
+    What to do: fewer processes, or less memory for each.
+
     Attributes:
         exit_code: The process's exit code, which after a signal is minus its number.
     """
@@ -428,4 +467,7 @@ class WorkerLostError(TorchtitanExtError, RuntimeError):
 
 
 class CannotInstallError(TorchtitanExtError, RuntimeError):
-    """``tte.install`` does not know this torch, or somebody else has patched the functions that it wraps."""
+    """``tte.install`` does not know this torch, or somebody else has patched the functions that it wraps.
+
+    What to do: the message names them; ``planner=`` and ``storage_writer=`` always work.
+    """

@@ -54,6 +54,8 @@ class ReplicaMismatchError(StateRefusedError):
 class SyncMismatchError(StateRefusedError):
     """A sync or check of replicas: ranks disagree on the tensors, a tensor cannot be synced, or replicas differ.
 
+    What to do: the message names keys and ranks.
+
     The same on every rank. Raised before any data moved, except where replicas are found to differ after a sync.
     """
 
@@ -65,6 +67,8 @@ class SyncMismatchError(StateRefusedError):
 
 class WrongArgumentError(StateRefusedError, TypeError):
     """An argument of a collective call has a type or value on some rank that it cannot have. The same on every rank.
+
+    What to do: the message names it.
 
     Also raised for a planner whose class was written for DCP's default planner and follows another protocol than ours.
     """

@@ -73,7 +73,11 @@ class Batches(Protocol):
 
 @dataclass(eq=False, repr=False)
 class TooManyInFlightError(TorchtitanExtError, RuntimeError):
-    """The next batch would exceed ``max_in_flight``. Nothing has changed: acknowledge samples, then ask again."""
+    """The next batch would exceed ``max_in_flight``. Nothing has changed: acknowledge samples, then ask again.
+
+    What to do: ``acknowledge`` samples that were trained, then call ``next`` again: the loader and its iterator are
+    unchanged.
+    """
 
     num_in_flight: int
     batch_size: int
@@ -89,7 +93,10 @@ class TooManyInFlightError(TorchtitanExtError, RuntimeError):
 
 @dataclass(eq=False, repr=False)
 class EpochInFlightError(TorchtitanExtError, RuntimeError):
-    """An epoch of streams has ended and is not wholly acknowledged. Nothing has changed: acknowledge, then iterate."""
+    """An epoch of streams has ended and is not wholly acknowledged. Nothing has changed: acknowledge, then iterate.
+
+    What to do: ``acknowledge`` them, then iterate again: nothing has changed.
+    """
 
     num_in_flight: int
     dp_rank: int
@@ -106,6 +113,8 @@ class EpochInFlightError(TorchtitanExtError, RuntimeError):
 @dataclass(eq=False, repr=False)
 class UnknownSamplesError(TorchtitanExtError, ValueError):
     """Samples were acknowledged that are not in flight on this rank, or twice in one call. Nothing has changed.
+
+    What to do: acknowledge each id once, on the rank whose ``sample_ids`` had it.
 
     Attributes:
         ids: The ids of these samples.

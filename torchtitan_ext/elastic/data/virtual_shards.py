@@ -38,7 +38,10 @@ _SHARD_KEY = re.compile(r"(?:^|\.)shard_\d+_of_(\d+)$")
 
 @dataclass(eq=False, repr=False)
 class TooFewShardsError(TorchtitanExtError, ValueError):
-    """More data-parallel ranks than virtual shards: some ranks would have no data."""
+    """More data-parallel ranks than virtual shards: some ranks would have no data.
+
+    What to do: take the ``num_shards`` of the message.
+    """
 
     num_shards: int
     dp_size: int
@@ -53,7 +56,10 @@ class TooFewShardsError(TorchtitanExtError, ValueError):
 
 @dataclass(eq=False, repr=False)
 class EmptyShardError(TorchtitanExtError, RuntimeError):
-    """An endless loader met a shard without samples."""
+    """An endless loader met a shard without samples.
+
+    What to do: take a smaller ``num_shards``, so that each shard has data.
+    """
 
     shard: int
     num_shards: int

@@ -73,6 +73,9 @@ class WorkerOptions:
 class StreamWorkerError(TorchtitanExtError, RuntimeError):
     """A worker raised an error or is gone. The loader stands after the latest batch; a new iterator goes on there.
 
+    What to do: repair the data, or give the workers memory; the loader stands after the latest batch, and a new
+    iterator goes on there.
+
     ``__cause__`` has the worker's own traceback.
 
     Attributes:
