@@ -327,6 +327,50 @@ def test_the_newest_whole_steps_stay_where_the_next_save_fails(run_world, tmp_pa
     assert run_world(1, fail_in_the_thread, tmp_path) == [("step-1 step-2", True)]
 
 
+def fail_at_the_end(rank: int, world_size: int, path: Path) -> None:
+    """The last of some saves fails, while the manager is closed."""
+    loader = loader_of(ElasticTextDataLoader.Config(dataset="documents", num_shards=8), rank, world_size)
+    config = ElasticCheckpointManager.Config(**OPTIONS, async_mode="async")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileWriter, "finish", Mock(side_effect=OSError("disk full")))
+        manager = manager_of(config, path, loader)
+        manager.save(1)
+        with pytest.raises(CheckpointFailedError, match="disk full"):
+            manager.close()
+        manager = manager_of(config, path, loader)
+        manager.save(1)
+        try:
+            raise KeyError("training")
+        except KeyError:
+            manager.close()  # as torchtitan does before it raises the error of the training
+
+
+def test_a_save_that_fails_while_the_manager_is_closed_is_raised(run_world, tmp_path: Path) -> None:
+    run_world(2, fail_at_the_end, tmp_path)
+
+
+def begin_from_a_seed(rank: int, world_size: int, path: Path) -> tuple[list[float], str, int]:
+    loader = loader_of(ElasticTextDataLoader.Config(dataset="documents", num_shards=8), rank, world_size)
+    config = ElasticCheckpointManager.Config(**OPTIONS)
+    manager = manager_of(config, path, loader)
+    with torch.no_grad():
+        manager.states["model"].model[0].weight += 1.5
+    manager.states["train_state"].ntokens_seen = 5
+    assert manager.save(0, last_step=True)
+    manager = manager_of(config, path, loader)
+    assert manager.load()
+    weights = manager.states["model"].model[0].weight.flatten().tolist()
+    assert manager.states["train_state"].ntokens_seen == 0, "a seed is a model"
+    train(manager, loader, 1)
+    manager = manager_of(config, path, loader)
+    assert manager.load()
+    return weights, _names(path), manager.states["train_state"].step
+
+
+def test_a_run_begins_from_a_seed(run_world, tmp_path: Path) -> None:
+    assert run_world(1, begin_from_a_seed, tmp_path) == [([1.5] * 4, "step-0 step-1", 1)]
+
+
 def test_the_timeout_reaches_saves_and_loads(monkeypatch: Any, tmp_path: Path) -> None:
     seen: list[float] = []
     saved = SaveResult("step-1", "", 0, {})

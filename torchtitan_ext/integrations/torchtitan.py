@@ -219,6 +219,7 @@ class ElasticCheckpointManager(CheckpointManager):
         return is_saved and (self.save_future is not None or not self._is_refused)
 
     def _save_last_step(self, curr_step: int) -> None:
+        """As in torchtitan; see ``_saved_last``."""
         self._is_last = True
         try:
             super()._save_last_step(curr_step)
