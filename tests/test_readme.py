@@ -52,19 +52,20 @@ def run_on(ranks: str, folder: Path, script: str) -> str:
     return done.stdout
 
 
+@pytest.mark.sampled(0.25, "programs of README")
 def test_the_operators_do_as_it_says(tmp_path: Path) -> None:
     ((ranks, shown),) = re.findall(r"\$ torchrun --nproc-per-node (\d+) operators.py\n(.*\n)", README)
     assert run_on(ranks, tmp_path, "operators.py") == shown
 
 
-@pytest.mark.sampled(0.2, "programs of README")
+@pytest.mark.sampled(0.25, "programs of README")
 def test_stock_fails_as_it_says(tmp_path: Path) -> None:
     done = run_on_eight(tmp_path / "nine.py", block_with("# nine.py", ADOPTION))
     assert done.returncode != 0
     assert block_with("AssertionError: req", ADOPTION).strip() in done.stderr
 
 
-@pytest.mark.sampled(0.2, "programs of README")
+@pytest.mark.sampled(0.25, "programs of README")
 @pytest.mark.parametrize("way", ["run", "planner"])
 def test_the_other_ways_load(tmp_path: Path, way: str) -> None:
     program = block_with("# nine.py", ADOPTION)
