@@ -14,7 +14,7 @@ import os
 import pickle
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any
@@ -164,7 +164,7 @@ def send_as_place(metadata: Metadata, path: Path, content: bytes) -> None:
         mapping = getattr(metadata, field)
         if isinstance(mapping, dict):
             mapping = mapping if isinstance(mapping, LazyDict) else LazyDict(mapping)
-            mapping.place = _FieldInFile(file, field)
+            mapping.place = (file, field)
             setattr(metadata, field, mapping)
 
 
@@ -207,21 +207,6 @@ class _MetadataFile:
             return parse_metadata(content)
         index = _core.parse_index(content, shown(path))
         return metadata_of_tables(index.tables, index.files.values(), path)
-
-
-@dataclass(frozen=True)
-class _FieldInFile:
-    """One mapping of the metadata in a file."""
-
-    file: _MetadataFile
-    field: str
-
-    def is_current(self) -> bool:
-        return self.file.is_current()
-
-    def read(self) -> dict[Any, Any]:
-        mapping: dict[Any, Any] = getattr(self.file.metadata, self.field)
-        return mapping
 
 
 def _without_places(metadata: Metadata) -> None:
