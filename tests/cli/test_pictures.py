@@ -15,7 +15,7 @@ from matplotlib.image import imread
 from torchtitan_ext.cli.pictures import plotter
 from torchtitan_ext.cli.pictures.holders import (
     Box,
-    Holder,
+    Holders,
     Rectangle,
     bytes_of_ranks,
     cut_grid,
@@ -63,11 +63,11 @@ def test_of_many_rows_the_first_and_the_last_are_kept() -> None:
 
 def test_the_two_dims_that_are_cut_most_are_drawn() -> None:
     boxes: list[Box] = [((0, row, col), (5, 1, 2)) for row in range(3) for col in (0, 2, 4)]
-    holders = [Holder(rank, (box,)) for rank, box in enumerate(boxes)]
+    holders = {rank: (box,) for rank, box in enumerate(boxes)}
     plane = plane_of((5, 3, 6), holders)
     assert plane.dims == (1, 2)
     assert not plane.is_cut_behind
-    both = [*holders, Holder(9, (((5, 0, 0), (5, 3, 6)),))]
+    both = {**holders, 9: (((5, 0, 0), (5, 3, 6)),)}
     plane = plane_of((10, 3, 6), both)
     assert plane.is_cut_behind
     assert {rank for part in plane.parts for rank in part.ranks} == set(range(9))
@@ -76,7 +76,7 @@ def test_the_two_dims_that_are_cut_most_are_drawn() -> None:
 
 def test_replicas_and_empty_boxes() -> None:
     whole: Box = ((0, 0), (4, 4))
-    holders = [Holder(0, (whole,)), Holder(1, (((4, 0), (0, 4)),)), Holder(2, (whole,))]
+    holders = {0: (whole,), 1: (((4, 0), (0, 4)),), 2: (whole,)}
     assert plane_of((4, 4), holders).parts == [Rectangle((0, 4), (0, 4), (0, 2))]
 
 
@@ -109,8 +109,8 @@ def test_ranks_in_words(ranks: Sequence[int], text: str) -> None:
 def test_ranks_by_files(names: list[str], numbers: list[int], word: str) -> None:
     boxes: list[tuple[str, Box]] = [(name, ((row,), (1,))) for row, name in enumerate(names)]
     holders, found = holders_of(boxes)
-    assert ([holder.rank for holder in holders], found) == (numbers, word)
-    assert sorted(box for holder in holders for box in holder.boxes) == [box for _, box in boxes]
+    assert (list(holders), found) == (numbers, word)
+    assert sorted(box for held in holders.values() for box in held) == [box for _, box in boxes]
 
 
 def test_bytes_by_files() -> None:
@@ -135,11 +135,11 @@ def test_a_drawing_of_two_axes() -> None:
 
 
 def test_cells_of_one_rank_have_no_line_between_them() -> None:
-    holders = [
-        Holder(0, (((0, 0), (4, 4)),)),
-        Holder(1, (((0, 4), (8, 4)),)),
-        Holder(2, (((4, 0), (4, 4)),)),
-    ]
+    holders = {
+        0: (((0, 0), (4, 4)),),
+        1: (((0, 4), (8, 4)),),
+        2: (((4, 0), (4, 4)),),
+    }
     assert draw_layout((8, 8), holders, width=80).splitlines()[2:] == [
         "0 ┌──────┬──────┐",
         "  │  0   │  1   │",
@@ -150,15 +150,15 @@ def test_cells_of_one_rank_have_no_line_between_them() -> None:
 
 
 def test_a_vector_of_several_boxes_per_rank() -> None:
-    holders = [Holder(rank, (((rank,), (1,)), ((rank + 2,), (1,)))) for rank in range(2)]
+    holders = {rank: (((rank,), (1,)), ((rank + 2,), (1,))) for rank in range(2)}
     lines = draw_layout((4,), holders, width=80).splitlines()
     assert [line.split()[1] for line in lines[1::2]] == ["0", "1", "0", "1"]
     assert [line.split()[0] for line in lines[::2]] == ["0", "1", "2", "3", "4"]
 
 
 def test_a_single_number_and_nothing() -> None:
-    assert draw_layout((), [Holder(0, (((), ()),))], width=80).splitlines()[1].split() == ["│", "0", "│"]
-    assert draw_layout((0, 4), [Holder(0, (((0, 0), (0, 4)),))], width=80) == "no elements"
+    assert draw_layout((), {0: (((), ()),)}, width=80).splitlines()[1].split() == ["│", "0", "│"]
+    assert draw_layout((0, 4), {0: (((0, 0), (0, 4)),)}, width=80) == "no elements"
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
@@ -211,16 +211,14 @@ def test_the_page_shows_through(tmp_path: Path) -> None:
     assert pixels[0, 0, 3] == 0 and pixels[..., 3].max() == 1
 
 
-@pytest.mark.parametrize(
-    "holders", [[Holder(0, (((0, 0), (0, 4)),))], [Holder(0, (((0, 0), (4, 4)),)), Holder(1, (((0, 0), (4, 4)),))]]
-)
-def test_layouts_without_a_cut(holders: list[Holder], tmp_path: Path) -> None:
+@pytest.mark.parametrize("holders", [{0: (((0, 0), (0, 4)),)}, {0: (((0, 0), (4, 4)),), 1: (((0, 0), (4, 4)),)}])
+def test_layouts_without_a_cut(holders: Holders, tmp_path: Path) -> None:
     plot_layout(tmp_path / "layout.svg", "w", (4, 4), holders, holder="rank")
     assert "w" in texts_of(tmp_path / "layout.svg")
 
 
 def test_a_single_number_has_a_picture(tmp_path: Path) -> None:
-    plot_layout(tmp_path / "layout.svg", "step", (), [Holder(0, (((), ()),))], holder="rank")
+    plot_layout(tmp_path / "layout.svg", "step", (), {0: (((), ()),)}, holder="rank")
     assert "0" in texts_of(tmp_path / "layout.svg")
 
 

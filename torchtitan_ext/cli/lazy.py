@@ -9,15 +9,7 @@ import gc
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-
-class _LazyModule(ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        with without_collector():
-            return getattr(importlib.import_module(self.__name__), name)
-
 
 if TYPE_CHECKING:
     from torchtitan_ext.checkpoint.rules import policy as policy
@@ -32,19 +24,28 @@ if TYPE_CHECKING:
     from torchtitan_ext.offline.rewrite import reshard as reshard
     from torchtitan_ext.storage import raw_tensor as raw_tensor
     from torchtitan_ext.transforms import rules as rules
-else:
-    policy = _LazyModule("torchtitan_ext.checkpoint.rules.policy")
-    placement_rules = _LazyModule("torchtitan_ext.offline.placement_rules")
-    selection = _LazyModule("torchtitan_ext.offline.selection")
-    sources = _LazyModule("torchtitan_ext.offline.sources")
-    delta_file = _LazyModule("torchtitan_ext.offline.compare.delta_file")
-    diff = _LazyModule("torchtitan_ext.offline.compare.diff")
-    fingerprints = _LazyModule("torchtitan_ext.offline.compare.fingerprints")
-    run = _LazyModule("torchtitan_ext.offline.dry_run.run")
-    convert = _LazyModule("torchtitan_ext.offline.rewrite.convert")
-    reshard = _LazyModule("torchtitan_ext.offline.rewrite.reshard")
-    raw_tensor = _LazyModule("torchtitan_ext.storage.raw_tensor")
-    rules = _LazyModule("torchtitan_ext.transforms.rules")
+_MODULES = (
+    "checkpoint.rules.policy",
+    "offline.placement_rules",
+    "offline.selection",
+    "offline.sources",
+    "offline.compare.delta_file",
+    "offline.compare.diff",
+    "offline.compare.fingerprints",
+    "offline.dry_run.run",
+    "offline.rewrite.convert",
+    "offline.rewrite.reshard",
+    "storage.raw_tensor",
+    "transforms.rules",
+)
+
+
+def __getattr__(name: str) -> Any:
+    for module in _MODULES:
+        if module.endswith(f".{name}"):
+            with without_collector():
+                return importlib.import_module(f"torchtitan_ext.{module}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @contextmanager

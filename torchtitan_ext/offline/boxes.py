@@ -19,6 +19,7 @@ from torchtitan_ext.layout.dtensor import local_view
 from torchtitan_ext.layout.layout import Chunk, LocalShard
 from torchtitan_ext.layout.wrapper import dense_values
 from torchtitan_ext.offline.sources import FileSource, MappedFiles, read_record
+from torchtitan_ext.state.host_copies import aligned
 from torchtitan_ext.state.plain_value import read_value
 from torchtitan_ext.storage.checkpoint_files import Record
 from torchtitan_ext.storage.native.read_batch import Copy, add_box
@@ -33,8 +34,6 @@ _MAX_BATCH_PIECES = 4096
 
 # Files stay open from one call to the next: opening a file again reads the checksums of all its blocks again.
 _MAX_OPEN_FILES = 128
-
-_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,8 @@ class Piece:
         return torch.Size(self.sizes).numel() * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class _SavedPart:
-    """The overlap of a piece and a saved chunk: ``offsets`` in the chunk, and the memory it is read into."""
-
-    index: MetadataIndex
-    offsets: tuple[int, ...]
-    place: torch.Tensor
+_SavedPart = tuple[MetadataIndex, tuple[int, ...], torch.Tensor]
+"""The overlap of a piece and a saved chunk: the chunk, the offsets in it, and the memory it is read into."""
 
 
 def chunks_of(tensors: Mapping[str, TensorStorageMetadata]) -> list[Piece]:
@@ -94,7 +88,7 @@ def batched(
     batch: list[tuple[Piece, _Target]] = []
     num_bytes = 0
     for piece, target in pieces:
-        size = _padded(piece.num_bytes)
+        size = aligned(piece.num_bytes)
         if batch and (num_bytes + size > max_bytes or len(batch) == max_count):
             yield batch
             batch, num_bytes = [], 0
@@ -110,7 +104,7 @@ def views(buffer: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
     begin = 0
     for piece in pieces:
         made.append(buffer[begin : begin + piece.num_bytes].view(piece.dtype).view(piece.sizes))
-        begin += _padded(piece.num_bytes)
+        begin += aligned(piece.num_bytes)
     return made
 
 
@@ -120,7 +114,7 @@ def new_buffer(num_bytes: int) -> torch.Tensor:
     The buffer is mapped, so that the system gets it back at once: an allocator would keep several of them.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    return torch.frombuffer(mmap.mmap(-1, max(_padded(num_bytes), _ALIGNMENT), flags=flags), dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1), flags=flags), dtype=torch.uint8)
 
 
 class BoxReader:
@@ -171,21 +165,21 @@ class BoxReader:
             self._read_mapped(pieces, places, self._mapped_reads)
             return
         parts = [part for piece, place in zip(pieces, places, strict=True) for part in self._parts_of(piece, place)]
-        records = self.source.find_records([part.index for part in parts])
+        records = self.source.find_records([index for index, _, _ in parts])
         later: list[Copy] = []
-        casts: list[tuple[_SavedPart, torch.Tensor]] = []
+        casts: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         try:
-            for part, record in zip(parts, records, strict=True):
+            for (index, offsets, target), record in zip(parts, records, strict=True):
                 if record.tensor is None:
-                    later.append((part.place, self._box_of_record(part)))
+                    later.append((target, self._box_of_record(index, offsets, target)))
                     continue
                 if record.file not in self._files:
                     self._files[record.file] = self.source.open_file(self._runs, record.file)
-                place, saved = part.place, DTYPES[record.tensor.dtype]  # as ``records_of`` has checked
+                place, saved = target, DTYPES[record.tensor.dtype]  # as ``records_of`` has checked
                 if saved != place.dtype:
                     place = torch.empty(place.shape, dtype=saved, device="cpu")
-                    casts.append((part, place))
-                later += add_box(self._runs, self._files[record.file], record.tensor, part.offsets, place)
+                    casts.append((index.fqn, target, place))
+                later += add_box(self._runs, self._files[record.file], record.tensor, offsets, place)
             self.source.read_runs(self._runs, list(self._files))
         except BaseException as error:
             self._close()  # the next call must not read what this one has added
@@ -196,8 +190,8 @@ class BoxReader:
             self._close()
         for place, values in later:
             place.copy_(values)
-        for part, values in casts:
-            _cast(part, values)
+        for cast in casts:
+            _cast(*cast)
 
     def read_batches(
         self, pieces: Iterable[tuple[Piece, _Target]], max_bytes: int
@@ -214,16 +208,16 @@ class BoxReader:
             yield [(place, target) for place, (_, target) in zip(places, batch, strict=True)]
 
     def _read_mapped(self, pieces: Sequence[Piece], places: Sequence[torch.Tensor], reads: MappedReads) -> None:
-        casts: list[tuple[_SavedPart, torch.Tensor]] = []
+        casts: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         for piece, place in zip(pieces, places, strict=True):
             dtype, target = self._entry(piece.fqn).properties.dtype, place
             if dtype != place.dtype:
                 target = torch.empty(place.shape, dtype=dtype, device="cpu")
-                casts.append((_SavedPart(MetadataIndex(piece.fqn), piece.offsets, place), target))
+                casts.append((piece.fqn, place, target))
             reads.add(piece.fqn, piece.offsets, target)
         reads.read()
-        for part, values in casts:
-            _cast(part, values)
+        for cast in casts:
+            _cast(*cast)
 
     def _close(self) -> None:
         self._runs = _core.RunReader()
@@ -239,27 +233,27 @@ class BoxReader:
         parts = []
         for part in chunks.find_overlaps([(piece.offsets, piece.sizes, ())]):
             index = MetadataIndex(piece.fqn, torch.Size(chunks.box(part.saved)[0]))
-            parts.append(_SavedPart(index, part.saved_offsets, local_view(place, part.local_offsets, part.sizes)))
+            parts.append((index, part.saved_offsets, local_view(place, part.local_offsets, part.sizes)))
         return parts
 
-    def _box_of_record(self, part: _SavedPart) -> torch.Tensor:
+    def _box_of_record(self, index: MetadataIndex, offsets: tuple[int, ...], place: torch.Tensor) -> torch.Tensor:
         """The box of a record that is no plain memory (a subclass, quantised, sparse), as dense values."""
         try:
-            value = read_value(io.BytesIO(read_record(self.source, part.index).numpy().data), weights_only=True)
+            value = read_value(io.BytesIO(read_record(self.source, index).numpy().data), weights_only=True)
         except ValueError as error:
-            raise CheckpointReadError(part.index.fqn, str(error)) from None
-        return local_view(dense_values(value), part.offsets, part.place.shape)
+            raise CheckpointReadError(index.fqn, str(error)) from None
+        return local_view(dense_values(value), offsets, place.shape)
 
 
-def _cast(part: _SavedPart, values: torch.Tensor) -> None:
-    part.place.copy_(values)
-    if is_exact(values.dtype, part.place.dtype):
+def _cast(fqn: str, place: torch.Tensor, values: torch.Tensor) -> None:
+    place.copy_(values)
+    if is_exact(values.dtype, place.dtype):
         return
-    is_lost = _is_finite(values) & ~_is_finite(part.place)
+    is_lost = _is_finite(values) & ~_is_finite(place)
     if is_lost.any():
         number = values[is_lost][0].item()
         raise WrongValueError(
-            f"{part.index.fqn} has the number {number}, which {part.place.dtype} cannot hold; leave the tensor out, or "
+            f"{fqn} has the number {number}, which {place.dtype} cannot hold; leave the tensor out, or "
             "choose a dtype with larger numbers, such as bfloat16",
             "dtype",
         )
@@ -267,10 +261,6 @@ def _cast(part: _SavedPart, values: torch.Tensor) -> None:
 
 def _is_finite(values: torch.Tensor) -> torch.Tensor:
     return (values.float() if values.element_size() == 1 else values).isfinite()
-
-
-def _padded(num_bytes: int) -> int:
-    return (num_bytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
 
 
 def records_of(source: FileSource, chunks: Sequence[Piece]) -> list[Record]:

@@ -51,10 +51,7 @@ def open_source(path: str | os.PathLike[str], *, weights_only: bool = True) -> F
     if kind == "safetensors":
         places = find_safetensors(place)
         return PlainFiles(place, places, {}, {fqn: (fqn,) for fqn in places})
-    file = read_torch_file(place, weights_only=weights_only)
-    records = file.tensors.items()
-    chunks = {fqn: [((0,) * len(one.tensor.sizes), one)] for fqn, one in records if one.tensor is not None}
-    return PlainFiles(place, chunks, file.values, file.paths)
+    return read_torch_file(place, weights_only=weights_only)
 
 
 class DcpSource(FileReader):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +11,7 @@ import typer
 from torchtitan_ext.cli import lazy, output
 from torchtitan_ext.cli.options import Json, StepNames, refusing_wrong_usage
 from torchtitan_ext.errors import UnknownFormatError, named
-from torchtitan_ext.storage.checkpoint_files import thread_count_of
+from torchtitan_ext.storage.checkpoint_files import data_file_bytes, thread_count_of
 from torchtitan_ext.storage.commit.steps import has_finished, step_paths
 from torchtitan_ext.storage.formats.detect import checkpoints_in, format_of
 from torchtitan_ext.storage.inspect.dcp_damage import Verdict
@@ -92,7 +91,8 @@ def _steps_of(path: Path, pattern: str | None) -> dict[int, Path] | None:
 def _look(path: Path, deep: bool, prove: bool) -> Verdict:
     if not deep and not prove:
         return verify(path)
-    total_bytes = (deep + prove) * _size_of(path)
+    num_bytes = path.stat().st_size if path.is_file() else sum(data_file_bytes(path).values())
+    total_bytes = (deep + prove) * num_bytes
     with progress(path.name, is_coordinator=True, total_bytes=lambda: total_bytes) as on_bytes:
         verdict = verify(path, is_deep=deep, on_bytes=on_bytes if deep else lambda _: None)
         if prove and not verdict.damages:
@@ -101,13 +101,6 @@ def _look(path: Path, deep: bool, prove: bool) -> Verdict:
                     verdict, max_bytes=_MAX_BYTES, num_threads=thread_count_of(None), progress=on_bytes
                 )
     return verdict
-
-
-def _size_of(path: Path) -> int:
-    if path.is_file():
-        return path.stat().st_size
-    with os.scandir(path) as entries:
-        return sum(entry.stat().st_size for entry in entries if entry.name.endswith((".distcp", ".safetensors")))
 
 
 def _print(verdict: Verdict, prove: bool) -> None:

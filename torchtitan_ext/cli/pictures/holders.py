@@ -19,12 +19,8 @@ from torchtitan_ext.layout.layout import Box
 _OF_RANK = re.compile(r"__(\d{1,7})_")
 
 
-@dataclass(frozen=True)
-class Holder:
-    """A rank, or a file, and the boxes of a tensor that it holds."""
-
-    rank: int
-    boxes: tuple[Box, ...]
+Holders = Mapping[int, Sequence[Box]]
+"""The boxes of a tensor that each rank, or file, holds."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,7 @@ def rank_of_file(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def holders_of(boxes: Iterable[tuple[str, Box]]) -> tuple[list[Holder], str]:
+def holders_of(boxes: Iterable[tuple[str, Box]]) -> tuple[Holders, str]:
     """The holders of boxes, from the names of their files, and what these holders are: ``"rank"`` or ``"file"``.
 
     If a name has no rank, each file is a holder, numbered in the order of the names.
@@ -83,7 +79,7 @@ def holders_of(boxes: Iterable[tuple[str, Box]]) -> tuple[list[Holder], str]:
     by_number: dict[int, list[Box]] = {}
     for name, number in numbers.items():
         by_number.setdefault(number, []).extend(by_file[name])
-    return [Holder(number, tuple(by_number[number])) for number in sorted(by_number)], word
+    return dict(sorted(by_number.items())), word
 
 
 def bytes_of_ranks(file_bytes: Mapping[str, int]) -> list[int]:
@@ -104,19 +100,19 @@ def _numbers_of(names: Collection[str]) -> tuple[dict[str, int], str]:
     return known, "rank"
 
 
-def plane_of(shape: Sequence[int], holders: Sequence[Holder]) -> Plane:
+def plane_of(shape: Sequence[int], holders: Holders) -> Plane:
     """The plane of the two dims that are cut into most parts; the index in all other dims is 0."""
-    boxes = [box for holder in holders for box in holder.boxes]
+    boxes = [box for held in holders.values() for box in held]
     begins = [{offsets[dim] for offsets, _ in boxes} for dim in range(len(shape))]
     most_cut = sorted(range(len(shape)), key=lambda dim: (-len(begins[dim]), dim))
     dims, behind = sorted(most_cut[:2]), most_cut[2:]
     ranks_of: dict[tuple[tuple[int, int], tuple[int, int]], set[int]] = {}
-    for holder in holders:
-        for offsets, sizes in holder.boxes:
+    for rank, held in holders.items():
+        for offsets, sizes in held:
             if 0 in sizes or any(offsets[dim] for dim in behind):
                 continue
             spans = [(offsets[dim], offsets[dim] + sizes[dim]) for dim in dims] + [(0, 1), (0, 1)]
-            ranks_of.setdefault((spans[0], spans[1]), set()).add(holder.rank)
+            ranks_of.setdefault((spans[0], spans[1]), set()).add(rank)
     parts = [Rectangle(rows, cols, tuple(sorted(ranks))) for (rows, cols), ranks in sorted(ranks_of.items())]
     return Plane(tuple(dims), parts, any(any(begins[dim]) for dim in behind))
 

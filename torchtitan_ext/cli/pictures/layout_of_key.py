@@ -10,7 +10,7 @@ import typer
 
 from torchtitan_ext.cli.output import count_of, print_json, print_text, saved_by
 from torchtitan_ext.cli.pictures import plotter, say_written
-from torchtitan_ext.cli.pictures.holders import Holder, holders_of
+from torchtitan_ext.cli.pictures.holders import Holders, holders_of
 from torchtitan_ext.cli.pictures.text import draw_layout
 from torchtitan_ext.errors.near_names import nearest_name
 from torchtitan_ext.storage.formats.contents import ContentKey, Contents
@@ -48,9 +48,9 @@ def _tensor(contents: Contents, name: str) -> ContentKey:
     return tensors[name]
 
 
-def _plain(key: ContentKey, holders: list[Holder], holder: str) -> dict[str, Any]:
+def _plain(key: ContentKey, holders: Holders, holder: str) -> dict[str, Any]:
     rows = [
-        {holder: one.rank, "boxes": [{"offsets": offsets, "sizes": sizes} for offsets, sizes in one.boxes]}
-        for one in holders
+        {holder: rank, "boxes": [{"offsets": offsets, "sizes": sizes} for offsets, sizes in boxes]}
+        for rank, boxes in holders.items()
     ]
     return {"name": key.fqn, "dtype": key.dtype, "shape": key.sizes, "held_by": holder, "holders": rows}

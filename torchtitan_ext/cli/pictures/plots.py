@@ -23,7 +23,7 @@ from matplotlib.patches import Rectangle as Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from torchtitan_ext.cli.output import text_of_bytes
-from torchtitan_ext.cli.pictures.holders import Holder, Plane, Rectangle, plane_of, text_of_ranks
+from torchtitan_ext.cli.pictures.holders import Holders, Plane, Rectangle, plane_of, text_of_ranks
 
 # 3.9 to 1 in contrast to white, 4.9 to 1 to the dark page of GitHub.
 _GREY = "#7d838a"
@@ -75,7 +75,7 @@ _MAX_RATIO = 10
 _MAX_RINGS = 12
 
 
-def plot_layout(path: Path, title: str, shape: Sequence[int], holders: Sequence[Holder], *, holder: str) -> None:
+def plot_layout(path: Path, title: str, shape: Sequence[int], holders: Holders, *, holder: str) -> None:
     """Draws the boxes of all ranks, or files, by the word ``holder``; names as many as there is room for."""
     plane = plane_of(shape, holders)
     parts = plane.parts

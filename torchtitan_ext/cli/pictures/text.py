@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchtitan_ext.cli.pictures.holders import Grid, Holder, cut_grid, plane_of, text_of_ranks
+from torchtitan_ext.cli.pictures.holders import Grid, Holders, cut_grid, plane_of, text_of_ranks
 
 # Two lines each: a grid fits a terminal of 40 lines.
 _MAX_ROWS = 16
@@ -15,7 +15,7 @@ _MIN_CELL_WIDTH = 6
 _CORNERS = " ╵╷│╴┘┐┤╶└┌├─┴┬┼"
 
 
-def draw_layout(shape: Sequence[int], holders: Sequence[Holder], *, width: int) -> str:
+def draw_layout(shape: Sequence[int], holders: Holders, *, width: int) -> str:
     """Draws which holder has which part of a tensor. There is no line between cells with the same ranks.
 
     If there are more rows or columns of cells than fit into ``width`` characters, one stands for all in the middle.

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from torchtitan_ext.checkpoint.tables.component import Resharded, SampleAccount, World
-from torchtitan_ext.elastic.data.frontier import NO_IDS, Batches, Ids, InFlight, read_ids
+from torchtitan_ext.elastic.data.frontier import NO_IDS, Ids, InFlight, read_ids
 from torchtitan_ext.elastic.data.order import OrderName
 from torchtitan_ext.elastic.data.sample_position import SamplePosition
 from torchtitan_ext.elastic.data.sampler import ElasticBatchSampler, Last, LocalBatch, Share
@@ -144,7 +144,7 @@ class ElasticDataLoader:
                     f"{share.batch_size} samples; choose max_in_flight >= {share.batch_size}"
                 )
             self._in_flight = InFlight(max_in_flight, dp_rank)
-        self._batches: Batches
+        self._batches: _Batches
         if isinstance(data, type):
             raise argument_error("ElasticDataLoader", "data", data, "an instance: a data set or a source of streams")
         if isinstance(data, StreamSource):
@@ -288,7 +288,7 @@ def _check_options(given: Mapping[str, object], known: Sequence[str], data: str)
 class _BoundedBatches:
     """Batches of which so many samples may be in flight. An error leaves the iterator as it was: ask it again."""
 
-    def __init__(self, batches: Batches, in_flight: InFlight, batch_size: int) -> None:
+    def __init__(self, batches: _Batches, in_flight: InFlight, batch_size: int) -> None:
         self._batches = batches
         self._in_flight = in_flight
         self._batch_size = batch_size
@@ -347,7 +347,7 @@ class _SampleBatches:
         return self._options["collate_fn"](samples)
 
     def acknowledge(self, ids: Ids) -> None:
-        """See ``Batches``: what is in flight says all."""
+        """Nothing to do: what is in flight says all."""
 
     def __iter__(self) -> Iterator[Any]:
         self._newest = this = object()
@@ -387,3 +387,12 @@ class _SampleBatches:
             raise RuntimeError("ElasticDataLoader: a state was loaded under this iterator; make a new one")
         if self._newest is not iterator:
             raise RuntimeError("ElasticDataLoader: a newer iterator goes on from here; use that one, or make a new one")
+
+
+_Batches = _SampleBatches | StreamBatches
+"""Local batches of one kind of data, with a position.
+
+``sample_ids`` are those of the latest batch in its order, without padding: set before the batch is yielded, empty
+before the first batch and after a load. ``num_padding`` repeats stand at the batch's end. ``acknowledge`` says that
+samples, each in flight until now, were trained; it never raises.
+"""

@@ -10,65 +10,18 @@ order, and the state keeps what is in flight:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchtitan_ext.checkpoint.tables.component import Resharded, World
 from torchtitan_ext.errors import TorchtitanExtError, argument_error, named
 
 Ids = npt.NDArray[np.int64]
 
 NO_IDS: Ids = np.empty(0, np.int64)
-
-
-class ServedCounts(Protocol):
-    """Samples of all ranks together, over all epochs; see ``SamplePosition``."""
-
-    @property
-    def samples_seen(self) -> int: ...
-
-    @property
-    def dropped(self) -> int: ...
-
-    @property
-    def padded(self) -> int: ...
-
-
-class Batches(Protocol):
-    """Local batches of one kind of data, with a position, for ``ElasticDataLoader``.
-
-    ``sample_ids`` are those of the latest batch in its order, without padding: set before the batch is yielded, empty
-    before the first batch and after a load. ``num_padding`` repeats stand at the batch's end.
-    """
-
-    @property
-    def counts(self) -> ServedCounts: ...
-
-    @property
-    def epoch(self) -> int: ...
-
-    @property
-    def num_padding(self) -> int: ...
-
-    @property
-    def sample_ids(self) -> Ids: ...
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def acknowledge(self, ids: Ids) -> None:
-        """These samples, each in flight until now, were trained. Never raises."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
-    def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded: ...
 
 
 @dataclass(eq=False, repr=False)
@@ -139,9 +92,6 @@ class InFlight:
         self._max_in_flight = max_in_flight
         self._dp_rank = dp_rank
         self._ids: set[int] = set()
-
-    def __len__(self) -> int:
-        return len(self._ids)
 
     def check_room(self, batch_size: int) -> None:
         """Raises ``TooManyInFlightError`` if a batch of this size would exceed the bound."""

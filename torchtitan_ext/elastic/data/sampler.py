@@ -16,8 +16,9 @@ from __future__ import annotations
 import operator
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -87,15 +88,8 @@ class Share:
         return len(range(self.dp_rank, self.global_batch_size, self.dp_size))
 
 
-class Reached(NamedTuple):
-    """The position after ``num_places`` samples, padding counted, from ``start`` on: made when somebody asks for it."""
-
-    start: SamplePosition
-    num_places: int = 0
-
-    @property
-    def position(self) -> SamplePosition:
-        return self.start.after(self.num_places)
+Reached = Callable[[], SamplePosition]
+"""Gives the position after a batch: made when somebody asks for it."""
 
 
 class LocalBatch(NamedTuple):
@@ -176,11 +170,11 @@ class ElasticBatchSampler:
         Raises:
             ValueError: The loader serves batches in another order than it asks for them.
         """
-        return (self._reached if self._ahead is None else self._ahead.reached()).position
+        return self._reached() if self._ahead is None else self._ahead.reached()()
 
     @position.setter
     def position(self, position: SamplePosition) -> None:
-        self.serve(Reached(position))
+        self.serve(partial(position.after, 0))
 
     def serve(self, reached: Reached) -> None:
         """Moves the position to the end of a batch."""
@@ -190,7 +184,7 @@ class ElasticBatchSampler:
     def __len__(self) -> int:
         """Number of batches in an epoch."""
         rest = self.global_batch_size - 1 if self.last == "pad" else 0
-        return (self._reached.start.num_samples + rest) // self.global_batch_size
+        return (self._reached().num_samples + rest) // self.global_batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
         # A loader passes its batch sampler nothing, but calls this: it is in the caller's frame. This is no generator,
@@ -239,7 +233,7 @@ class ElasticBatchSampler:
                     num_real = np.searchsorted(own_places, start.num_left - (batch - 1) * size)
                     batch_ids = batch_ids[:num_real]
                     num_padding = len(indices) - int(num_real)
-                yield LocalBatch(indices, batch_ids, num_padding, Reached(start, batch * size))
+                yield LocalBatch(indices, batch_ids, num_padding, partial(start.after, batch * size))
 
     def end_epoch(self) -> None:
         """Drops what is left of the epoch, and goes to the next one."""
@@ -324,7 +318,7 @@ class _Ahead:
         self._reached.append(reached)
 
     def end_epoch(self) -> None:
-        self._reached[-1] = Reached(self._reached[-1].position.next_epoch())
+        self._reached[-1] = partial(self._reached[-1]().next_epoch().after, 0)
 
     def reached(self) -> Reached:
         self._forget_served()

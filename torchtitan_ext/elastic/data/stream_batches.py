@@ -80,7 +80,7 @@ class StreamBatches:
         return self._reader.epoch
 
     def acknowledge(self, ids: Ids) -> None:
-        """See ``Batches``."""
+        """These samples, each in flight until now, were trained. Never raises."""
         self._reader.acknowledge(ids.tolist())
 
     def __iter__(self) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any, NoReturn
@@ -103,8 +103,8 @@ class TorchtitanTextStreams(PackedTokens):
         samples_seen = 0
         for rank in range(world_size):
             try:
-                saved_rank = _read_rank(ranks[rank])
-                shard = self._shard_state(saved_rank, rank, world_size)
+                samples_served, data_state, by_worker = _read_rank(ranks[rank])
+                shard = self._shard_state(data_state, rank, world_size, by_worker=by_worker)
             except DamagedBytesError as error:
                 raise DamagedCheckpointError(f"torchtitan's state {_RANK_KEY}{rank}: {error}") from None
             except ValueError as error:
@@ -114,7 +114,7 @@ class TorchtitanTextStreams(PackedTokens):
                     f"torchtitan's state {_RANK_KEY}{rank} is not as version 0.3.0 writes it ({error!r})", world_size
                 )
             adopted[shard_key(rank, world_size)] = to_entry(shard)
-            samples_seen += saved_rank.samples_served
+            samples_seen += samples_served
         common = {
             "version": 1,
             "kind": "streams",
@@ -163,13 +163,12 @@ class TorchtitanTextStreams(PackedTokens):
             }
         )
 
-    def _shard_state(self, saved: _SavedRank, rank: int, world_size: int) -> ShardState:
+    def _shard_state(self, data_state: Mapping[str, Any], rank: int, world_size: int, *, by_worker: bool) -> ShardState:
         """An old rank's state as a shard's; raises ValueError where the shard cannot go on from it."""
-        data_state = saved.data_state
         if "data" in data_state:
             if self._num_documents is not None:
                 raise ValueError("it is of a streaming data set, and this source reads a map-style one")
-            if saved.by_worker:
+            if by_worker:
                 raise ValueError("it is of a streaming data set that was read by a loader worker: " + _RACE)
             documents = data_state["data"]
             return ShardState(epoch=documents.get("epoch", 0), stream=_leftover(data_state, documents))
@@ -182,7 +181,7 @@ class TorchtitanTextStreams(PackedTokens):
                 f"it had read {next_place} documents of its part of the data, which has {len(run_of(part))} here: this "
                 "is not the data set it was saved with"
             )
-        if saved.by_worker and not self._ends_before(part, data_state):
+        if by_worker and not self._ends_before(part, data_state):
             raise ValueError(f"its leftover tokens are not those before document {next_place} of its part: " + _RACE)
         return ShardState(epoch=data_state["epoch"], stream=_leftover(data_state, asdict(part)))
 
@@ -209,20 +208,14 @@ def _leftover(data_state: Mapping[str, Any], documents: Any) -> dict[str, Any]:
     return packed_state(inputs, labels, positions, documents)
 
 
-@dataclass(frozen=True)
-class _SavedRank:
-    """The saved state of an old rank. ``by_worker``: whether a loader worker took the state of the data set."""
-
-    samples_served: int
-    data_state: Mapping[str, Any]
-    by_worker: bool
-
-
-def _read_rank(value: Any) -> _SavedRank:
+def _read_rank(value: Any) -> tuple[int, Mapping[str, Any], bool]:
     """Reads an old rank's state; raises ValueError where its place in the data is not exact.
 
     torchdata 0.11, ``stateful_dataloader.py``: without workers the state is that of the moment; with workers each has a
     snapshot that may be some batches old.
+
+    Returns:
+        The samples that were served, the state of the data set, and whether a loader worker took that.
     """
     if not isinstance(value, bytes):
         raise ValueError(f"it is a {type(value).__name__}, not the pickle that torchtitan 0.3.0 writes")
@@ -248,7 +241,7 @@ def _read_rank(value: Any) -> _SavedRank:
         raise ValueError("its loader had no batch size of its own")
     data_state = state["dataset_state"]
     _check_data_set(data_state)
-    return _SavedRank(sampler["samples_yielded"], data_state, by_worker=main is not state)
+    return sampler["samples_yielded"], data_state, main is not state
 
 
 def _check_data_set(data_state: Any) -> None:

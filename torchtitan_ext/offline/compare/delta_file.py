@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,7 +130,7 @@ def write_delta(
             raise WrongValueError(f"{target} is one of the two checkpoints, expected another file", "delta")
     base_version, version = versions
     totals = {}
-    with staged_target(target, take_place) as staged, SafetensorsSpool(staged.parent) as spool:
+    with staged_target(target, take_place) as staged, closing(SafetensorsSpool(staged.parent)) as spool:
         for key, (before, after) in report.totals.items():
             totals[key] = _add_tensor(key, one, other, before, after, spool, max_bytes)
         num_bytes = spool.write(staged, {NOTE: encode_note(base_version, version, totals)})

@@ -10,7 +10,6 @@ import os
 import re
 import stat
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_ext import _core
@@ -57,21 +56,12 @@ def checkpoint_names(directory: Path) -> tuple[list[str], list[str]]:
     return ours, others
 
 
-@dataclass(frozen=True)
-class DeadSaves:
-    """Leftovers of dead saves beside their targets.
+def find_dead_saves(directory: Path, own_lock: Path | None = None) -> tuple[list[tuple[Path, Path | None]], list[Path]]:
+    """The leftovers of dead saves in a directory. The locks show which saves still run.
 
-    Attributes:
-        stages: Their directories, each with its target if that is known.
-        locks: Their lock files.
+    Returns:
+        Their directories, each with its target if that is known; their lock files.
     """
-
-    stages: list[tuple[Path, Path | None]]
-    locks: list[Path]
-
-
-def find_dead_saves(directory: Path, own_lock: Path | None = None) -> DeadSaves:
-    """The leftovers of dead saves in a directory. The locks show which saves still run."""
     # In this order: a save makes its lock before its stage, and removes it after.
     stages = {match[1]: directory / match[0] for name in os.listdir(directory) if (match := _STAGE.fullmatch(name))}
     locks = [directory / name for name in os.listdir(directory) if name.startswith(LOCK_PREFIX)]
@@ -89,25 +79,23 @@ def find_dead_saves(directory: Path, own_lock: Path | None = None) -> DeadSaves:
     owners = {state.owner.save_id: state.owner for state in states.values() if state.owner is not None}
     dead = {path: state for path, state in states.items() if path != own_lock and is_surely_dead(state)}
     dead_ids = {state.owner.save_id for state in dead.values() if state.owner is not None}
-    return DeadSaves(
-        [
-            (path, Path(owners[save_id].path) if save_id in owners else None)
-            for save_id, path in stages.items()
-            if save_id in dead_ids or (are_all_known and save_id not in owners)
-        ],
-        list(dead),
-    )
+    dead_stages = [
+        (path, Path(owners[save_id].path) if save_id in owners else None)
+        for save_id, path in stages.items()
+        if save_id in dead_ids or (are_all_known and save_id not in owners)
+    ]
+    return dead_stages, list(dead)
 
 
 def remove_dead_saves(directory: Path, own_lock: Path | None = None) -> None:
     """Removes what ``find_dead_saves`` finds."""
-    found = find_dead_saves(directory, own_lock)
-    if found.stages:
+    stages, locks = find_dead_saves(directory, own_lock)
+    if stages:
         # The rename of a dead save must be on the disk before the files that it replaced are removed.
         sync_directory(directory)
-    for stage, target in found.stages:
+    for stage, target in stages:
         remove_directory(stage, target)
-    remove_files(directory, [path.name for path in found.locks])
+    remove_files(directory, [path.name for path in locks])
 
 
 def find_dead_files(target: Path, rank: int | None) -> list[str]:

@@ -6,7 +6,6 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -27,12 +26,7 @@ class SafetensorsSpool:
         self._begins: dict[str, int] = {}
         self._tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
 
-    def __enter__(self) -> SafetensorsSpool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._file.close()
 
     def add(self, name: str, dtype: str, sizes: tuple[int, ...], data: torch.Tensor) -> None:

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 from pathlib import Path
 
 import torch
 
 from torchtitan_ext import _core
-from torchtitan_ext.layout.dtensor import as_bytes
-
-# The system writes smaller tensors back by itself: a call for each would take longer than the disk.
-_WRITE_BACK_BYTES = 1 << 20
 
 
 def write_parts(parts: Sequence[tuple[Path, int, torch.Tensor]]) -> None:
@@ -22,17 +17,13 @@ def write_parts(parts: Sequence[tuple[Path, int, torch.Tensor]]) -> None:
     Raises:
         OSError: Names the file.
     """
-    for path, members in groupby(parts, key=lambda part: part[0]):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            for _, offset, tensor in members:
-                _write(descriptor, offset, tensor)
-                if tensor.nbytes >= _WRITE_BACK_BYTES:
-                    _core.start_write_back(descriptor, offset, tensor.nbytes)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from None
-        finally:
-            os.close(descriptor)
+    runs = _core.RunWriter()
+    paths = dict.fromkeys(path for path, _, _ in parts)
+    files = {path: runs.add_file(os.fsencode(path), path.stat().st_size) for path in paths}
+    for path, offset, tensor in parts:
+        runs.add_box(files[path], 1, (tensor.nbytes,), tensor.data_ptr(), (1,), offset, (1,))
+    runs.write(1, True)
+    runs.finish(1, False)
 
 
 def make_file(path: Path, head: bytes, num_bytes: int) -> None:
@@ -57,10 +48,3 @@ def sync_files(paths: Iterable[Path]) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _write(descriptor: int, offset: int, tensor: torch.Tensor) -> None:
-    rest = as_bytes(tensor).numpy().data
-    while rest:
-        num_bytes = os.pwrite(descriptor, rest, offset)
-        rest, offset = rest[num_bytes:], offset + num_bytes

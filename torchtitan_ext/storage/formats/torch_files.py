@@ -13,7 +13,7 @@ import pickle
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -27,6 +27,7 @@ from torchtitan_ext.storage.element_types import ITEM_BYTES
 from torchtitan_ext.storage.formats.archives import find_entries
 from torchtitan_ext.storage.formats.contents import ContentChunk, ContentFile, ContentKey, Contents, Scalar
 from torchtitan_ext.storage.formats.detect import ZIP_START
+from torchtitan_ext.storage.formats.plain_files import PlainFiles
 from torchtitan_ext.storage.formats.scalars import read_number
 from torchtitan_ext.storage.formats.sparse_files import write_parts
 from torchtitan_ext.storage.raw_tensor import NAMES, dtype_name
@@ -101,32 +102,23 @@ def flat_form(path: Path, state: Mapping[Any, Any]) -> FlatStateDict:
     return flat
 
 
-class TorchFile(NamedTuple):
-    """The contents of a file by flat key; ``paths`` are the keys' paths in the nested state dict."""
-
-    tensors: dict[str, Record]
-    values: dict[str, Any]
-    paths: dict[str, tuple[Any, ...]]
-
-
-def read_torch_file(path: Path, *, weights_only: bool) -> TorchFile:
-    """The values of the state dict in a file, and the places of its tensors.
+def read_torch_file(path: Path, *, weights_only: bool) -> PlainFiles:
+    """The state dict in a file, with the places of its tensors.
 
     Raises:
         DamagedCheckpointError: The file is damaged, was written by torch before 1.6 or on a machine with another byte
             order, or contains no state dict of plain memory.
         UnsafePickleError: The file contains more than plain data.
     """
-    sizes = dict(find_entries(path).values())
+    entries = find_entries(path)
     flat = _load(path, weights_only, "meta")
-    tensors = {
-        fqn: _record_of(value, path, sizes) for fqn, value in flat.values.items() if isinstance(value, torch.Tensor)
-    }
+    tensors = _records_of(flat, path, entries)
     values = {fqn: value for fqn, value in flat.values.items() if fqn not in tensors}
     if not _ATOMS.issuperset(map(type, values.values())):  # other values may hold tensors, too
         with_data = _load(path, weights_only, "cpu").values
         values = {fqn: with_data[fqn] for fqn in values}
-    return TorchFile(tensors, values, flat.stock_paths)
+    places = {fqn: [((0,) * flat.values[fqn].dim(), record)] for fqn, record in tensors.items()}
+    return PlainFiles(path, places, values, flat.stock_paths)
 
 
 def empty_tensors(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> dict[str, torch.Tensor]:
@@ -165,11 +157,11 @@ def write_without_data(state: Mapping[str, Any], path: Path, *, weights_only: bo
             torch.save(state, path)
     except RuntimeError as error:  # torch's archives say no more of a full disk
         raise OSError(errno.EIO, f"torch.save failed ({str(error).partition(chr(10))[0]})", str(path)) from None
-    records = read_torch_file(path, weights_only=weights_only).tensors
+    entries = find_entries(path)
+    records = _records_of(_load(path, weights_only, "meta"), path, entries)
     offsets = {record.offset for record in records.values()}
-    begins = {name: begin for name, (begin, _) in find_entries(path).items()}
     for number, storage in enumerate(_StorageList(state).storages):
-        begin = begins[f"data/{number}"]
+        begin, _ = entries[f"data/{number}"]
         if begin not in offsets and storage.nbytes():
             write_parts([(path, begin, torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))])
     return records
@@ -245,6 +237,12 @@ def _load(path: Path, weights_only: bool, location: str) -> FlatStateDict:
     if not isinstance(state, Mapping):
         raise DamagedCheckpointError(f"{path} holds a {type(state).__name__}, expected a state dict")
     return flat_form(path, state)
+
+
+def _records_of(flat: FlatStateDict, path: Path, entries: Mapping[str, tuple[int, int]]) -> dict[str, Record]:
+    """Where the tensors of a file lie, which were loaded onto the meta device; ``entries`` of its archive."""
+    sizes = dict(entries.values())
+    return {fqn: _record_of(one, path, sizes) for fqn, one in flat.values.items() if isinstance(one, torch.Tensor)}
 
 
 def _record_of(tensor: torch.Tensor, path: Path, sizes: Mapping[int, int]) -> Record:

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
@@ -38,13 +39,18 @@ _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
 
-class MappingInFile(Protocol):
-    """Where a mapping lies in a file."""
+class MetadataInFile(Protocol):
+    """A file that holds a metadata."""
+
+    @property
+    def metadata(self) -> Metadata: ...
 
     def is_current(self) -> bool:
-        """Whether the file still holds what the mapping holds."""
+        """Whether the file still holds what the metadata holds."""
 
-    def read(self) -> dict[Any, Any]: ...
+
+Place = tuple[MetadataInFile, str]
+"""Where a mapping lies: in a file, in a field of its metadata."""
 
 
 class LazyDict(dict[_Key, _Value]):
@@ -56,8 +62,8 @@ class LazyDict(dict[_Key, _Value]):
     """
 
     _source: _Entries | _Parts | None = None
-    _unread: MappingInFile | None = None
-    place: MappingInFile | None = None
+    _unread: Place | None = None
+    place: Place | None = None
 
     @classmethod
     def over(cls, source: _Entries | _Parts) -> LazyDict[_Key, _Value]:
@@ -77,7 +83,8 @@ class LazyDict(dict[_Key, _Value]):
         Reads the file of an unpickled mapping.
         """
         if self._unread is not None:
-            mapping = self._unread.read()
+            file, field = self._unread
+            mapping = getattr(file.metadata, field)
             if isinstance(mapping, LazyDict):
                 self._source = mapping._source
             else:
@@ -121,7 +128,7 @@ class LazyDict(dict[_Key, _Value]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         place = self._unread or self.place
-        if place is not None and (place is self._unread or place.is_current()):
+        if place is not None and (place is self._unread or place[0].is_current()):
             return _read_later, (place,)
         return dict, (dict(self.items()),)
 
@@ -149,7 +156,7 @@ class LazyDict(dict[_Key, _Value]):
         self._source = None  # last: what another thread asks for meanwhile is found
 
 
-def _read_later(place: MappingInFile) -> LazyDict[Any, Any]:
+def _read_later(place: Place) -> LazyDict[Any, Any]:
     lazy: LazyDict[Any, Any] = LazyDict()
     lazy._unread = place
     return lazy

@@ -82,8 +82,8 @@ def list_aside(run: Path) -> list[Leftover]:
 
 def find_leftovers(run: Path, pattern: str | None = None) -> list[Leftover]:
     """Leftovers of dead saves beside the steps and in them."""
-    dead = find_dead_saves(run)
-    paths = [path for path, _ in dead.stages] + dead.locks
+    stages, locks = find_dead_saves(run)
+    paths = [path for path, _ in stages] + locks
     for step in step_paths(run, pattern).values():
         if _saver_of(step) is None:
             paths += [step / name for name in find_dead_files(step, None)]
