@@ -55,7 +55,7 @@ INNER_ROWS = {
         {"dtensors"},
         {""},
     ],
-    "transforms": [{"rules"}, {"mapped", "models", "weights"}, {"mapped_reads"}, {"reader"}, {""}],
+    "transforms": [{"rules"}, {"mapped", "models"}, {"mapped_reads", "weights"}, {"reader"}, {""}],
     "delta": [
         {"held", "kept", "saved_changes"},
         {"part_reads"},

@@ -298,7 +298,10 @@ def test_where_storage_refuses_saves_go_elsewhere(tmp_path: Path, monkeypatch: p
         ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])}, "whose parameters no one module"),
         ({"run": __file__}, "a file; expected a directory"),
         ({"run": "memory://run", "keep": 2}, "got keep=2 and 'memory://run/step-1', expected a directory"),
-        ({"run": "memory://run", "reuse": True}, "got reuse='latest' and path='memory://run/step-1'"),
+        (
+            {"run": "memory://run", "reuse": True},
+            "got reuse='latest' and 'memory://run/step-1', expected a directory: other storage has no",
+        ),
         ({"retries": -1}, "got retries=-1, expected a whole number of at least 0"),
         ({"asynchronous": False, "stager": tte.checkpoint.CpuStager()}, "got a stager and asynchronous=False"),
     ],

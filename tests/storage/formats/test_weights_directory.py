@@ -117,7 +117,7 @@ def test_a_directory_without_tensors_gets_them(tmp_path: Path, num_new: int) -> 
 def test_file_systems_without_exchange_and_hard_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: tuple[str, ...]
 ) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EPERM, "not supported")
 
     monkeypatch.setattr(staged_target._core, "exchange_paths", refuse)

@@ -150,7 +150,7 @@ def test_the_save_can_be_refused_or_leave_all(run: Path) -> None:
     save_step(run, 40, branch="error")
     save_step(run, 11, branch="keep", keep=1)
     assert steps(run) == [11, 20, 30, 40] and tte.latest(run) == run / "step-40"
-    with pytest.raises(WrongValueError, match="got branch='no', expected 'set_aside' or 'keep' or 'error'"):
+    with pytest.raises(WrongValueError, match="got branch='no', expected 'set_aside', 'keep' or 'error'"):
         save_step(run, 50, branch="no")
     with pytest.raises(WrongValueError, match="give it to the writer: FileWriter\\(path, branch='error'\\)"):
         tte.save({}, storage_writer=FileWriter(run / "step-50"), branch="error")
