@@ -69,7 +69,7 @@ def test_an_error_at_every_operation(fault_server: FaultServer, fast_path: Path,
     field = Field(fault_server, fast_path, scenario, 1)
     num_calls = field.save().num_calls[0]
     errors = 0
-    for at in sampled(range(1, num_calls + 1), 0.25, scenario.name):
+    for at in sampled(range(1, num_calls + 1), 0.34, scenario.name):
         outcome = field.save(at=at, code=code)
         if not outcome.has_saved:
             errors += 1
