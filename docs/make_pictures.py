@@ -3,7 +3,6 @@
 Layouts are those of the package, data made up."""
 
 import random
-from dataclasses import replace
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -15,7 +14,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from torchtitan_ext.cli.pictures.holders import Box, Holder
+from torchtitan_ext.cli.pictures.holders import Box, Holders
 from torchtitan_ext.cli.pictures.plots import plot_bytes, plot_differences, plot_layout
 from torchtitan_ext.layout import local_shard
 
@@ -23,12 +22,12 @@ FOLDER = Path(__file__).parent / "pictures"
 GREY = "#7d838a"  # as in the other pictures
 
 
-def holders(shape: tuple[int, int], mesh: tuple[int, int], steps: list[tuple[int, int, int]]) -> list[Holder]:
+def holders(shape: tuple[int, int], mesh: tuple[int, int], steps: list[tuple[int, int, int]]) -> Holders:
     """The shards of all ranks; steps are (mesh axis, tensor dim, blocks), as in ``ShardOrder``."""
-    found = []
+    found = {}
     for rank, coordinate in enumerate(product(*map(range, mesh))):
         shard = local_shard(shape, mesh, steps, coordinate)
-        found.append(Holder(rank, tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in shard.chunks)))
+        found[rank] = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in shard.chunks]
     return found
 
 
@@ -58,15 +57,17 @@ def draw_transfer() -> None:
     """Rows of ranks 0 to 3 become columns of ranks 4 and 5; each part has the colour of the rank that sends it."""
     shape = (10, 7)
     held = holders(shape, (4,), [(0, 0, 1)])
-    wanted = [replace(holder, rank=holder.rank + 4) for holder in holders(shape, (2,), [(0, 1, 1)])]
+    wanted = holders(shape, (2,), [(0, 1, 1)])
     sent = [
-        (common(source.boxes[0], target.boxes[0]), source.rank, target.rank) for source in held for target in wanted
+        (common(boxes[0], others[0]), source, target + 4)
+        for source, boxes in held.items()
+        for target, others in wanted.items()
     ]
     colours = ScalarMappable(Normalize(0, 3), mpl.colormaps["cividis"])
     with mpl.rc_context({"text.color": GREY, "xtick.color": GREY, "ytick.color": GREY, "axes.titlecolor": GREY}):
         figure = Figure(figsize=(6.4, 3.4), dpi=150, layout="constrained", facecolor="none")
         left, right = figure.subplots(1, 2, width_ratios=(1, 1))
-        parts = [(holder.boxes[0], holder.rank, f"rank {holder.rank}") for holder in held]
+        parts = [(boxes[0], rank, f"rank {rank}") for rank, boxes in held.items()]
         draw_parts(left, shape, parts, colours, title="source: FSDP, rows of ranks 0 to 3")
         parts = [(box, source, f"{source} \N{RIGHTWARDS ARROW} {target}") for box, source, target in sent]
         draw_parts(right, shape, parts, colours, title="target: TP, columns of ranks 4 and 5")
