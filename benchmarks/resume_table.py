@@ -1,18 +1,22 @@
-"""The table of a result file of bench_resume.py, as it stands in docs/costs.md.
+"""The table of a result file of bench_resume.py; some of its rows stand in docs/costs.md.
 
-python benchmarks/resume_table.py benchmarks/results/resume_<machine>.json --into docs/costs.md
+python benchmarks/resume_table.py benchmarks/results/resume_<machine>.json [--into docs/costs.md]
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from result_page import command_without, print_or_put
 
+ON_PAGE = ("plan", "read", "components", "checkpointing", "whole")
+"""Phases that this package changes, and the whole."""
 
-def table(results: dict[str, Any]) -> str:
-    """Seconds of ours and stock for each phase and restart, and at the end the CPU seconds of all ranks."""
+
+def table(results: dict[str, Any], chosen: Sequence[str] = ()) -> str:
+    """Seconds of ours and stock for each phase, or the chosen ones, and restart; then the CPU seconds of all ranks."""
     lines = [f"| seconds, `tte.load` / `dcp.load` | {' | '.join(results)} |", "|---" * (len(results) + 1) + "|"]
     phases = list(next(iter(results.values())))
-    for phase in phases:
+    for phase in chosen or phases:
         lines.append(row(phase, [rows[phase]["seconds"] for rows in results.values()], digits=2))
     for phase in phases[-2:]:
         lines.append(row(f"{phase}, CPU of all ranks", [rows[phase]["CPU seconds"] for rows in results.values()], 1))
@@ -37,4 +41,9 @@ def head(content: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    print_or_put(__doc__, head, lambda content: table(content["results"]))
+    print_or_put(
+        __doc__,
+        head,
+        lambda content: table(content["results"]),
+        on_page=lambda content: table(content["results"], ON_PAGE),
+    )

@@ -1,8 +1,9 @@
-"""Tables of a result file of bench_storage.py; the last one stands in docs/costs.md.
+"""Tables of a result file of bench_storage.py; rows of the last one stand in docs/costs.md.
 
 python benchmarks/storage_table.py benchmarks/results/storage_<machine>.json [--into docs/costs.md]
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from result_page import command_without, print_or_put
@@ -14,6 +15,9 @@ Steps = dict[str, dict[str, dict[str, dict[str, Row]]]]
 
 # Measured of every state, beside DCP; the rest is in the table of peers.
 OURS = ("ours, files only", "ours, tte.", "ours, dcp.")
+
+ON_PAGE = ("tte.save", "tte.load", "dcp.save", "dcp.load", "tte.load of DCP's files")
+"""Of ours; of others all but variants of DCP."""
 
 
 def tables(results: Results) -> str:
@@ -43,11 +47,15 @@ def ours_and_dcp(step: str, states: dict[str, dict[str, dict[str, Row]]]) -> str
     return "\n".join(lines)
 
 
-def peers(steps: Steps) -> str:
+def is_on_page(name: str) -> bool:
+    return name.removeprefix("ours, ") in ON_PAGE or not name.startswith(("raw", "ours", "DCP, "))
+
+
+def peers(steps: Steps, is_shown: Callable[[str], bool] = lambda name: True) -> str:
     """A row for each contender, of the first state: ratios by number of processes, and the most memory of any step."""
     first = {step: next(iter(states.values())) for step, states in steps.items()}
     every = dict.fromkeys(name for worlds in first.values() for rows in worlds.values() for name in rows)
-    names = sorted(every, key=lambda name: (not name.startswith("raw"), not name.startswith("ours")))
+    names = sorted(filter(is_shown, every), key=lambda name: (not name.startswith("raw"), not name.startswith("ours")))
     state = next(iter(next(iter(steps.values()))))
     titles = [f"{step} ({' / '.join(worlds)})" for step, worlds in first.items()]
     lines = [f"| {state} | " + " | ".join(titles) + " | MB |", "|---" * (len(titles) + 2) + "|"]
@@ -85,5 +93,5 @@ if __name__ == "__main__":
         __doc__,
         head,
         lambda content: tables(content["results"]),
-        on_page=lambda content: peers(by_step(content["results"])),
+        on_page=lambda content: peers(by_step(content["results"]), is_on_page),
     )
