@@ -1,5 +1,6 @@
 """Fixtures that all tests share."""
 
+import multiprocessing
 import os
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
@@ -8,7 +9,9 @@ import extent
 import late
 import pytest
 import torch
-from gloo_worlds import WorldPool, on_a_gpu
+from gloo_worlds import PRELOADED, WorldPool, on_a_gpu
+
+from torchtitan_ext.checkpoint.staging import child_process
 
 # Libraries of Hugging Face ask their hub otherwise, and wait for it where there is no network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -48,6 +51,13 @@ def run_on_accelerator(request: pytest.FixtureRequest) -> Callable[..., list[Any
         return lambda world_size, function, *args: run(world_size, function, "late", *args)
     run = request.getfixturevalue("run_world")
     return lambda world_size, function, *args: run(world_size, on_a_gpu, function, "cuda", *args)
+
+
+@pytest.fixture
+def warm_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children that save in the background come from the server of the worlds, which has imported torch."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    monkeypatch.setattr(child_process, "START_METHOD", "forkserver")
 
 
 def pytest_report_header() -> str:

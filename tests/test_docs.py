@@ -12,7 +12,7 @@ from types import FrameType, ModuleType
 import errors_page
 import pytest
 import torch
-from gloo_worlds import GLOO_AT_EXIT
+from warm_processes import torchrun
 
 import torchtitan_ext
 from torchtitan_ext import errors
@@ -36,19 +36,7 @@ ROOMS = (
 def test_the_examples_of_pages_run(tmp_path: Path, num_ranks: str, code: str) -> None:
     script = tmp_path / "example.py"
     script.write_text(code.replace("/tmp/", f"{tmp_path}/"))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        num_ranks,
-        str(script),
-    ]
-    for _ in range(3):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
-        if GLOO_AT_EXIT not in done.stderr:
-            break
+    done = torchrun(int(num_ranks), script)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("equal") == int(num_ranks)
 

@@ -36,7 +36,7 @@ def test_every_example_has_a_test() -> None:
     }
 
 
-@pytest.mark.sampled(0.15, "examples")
+@pytest.mark.sampled(0.1, "examples")
 def test_ops_in_compiled_code() -> None:
     finished = run_example("ops_in_compiled_code.py")
     assert finished.returncode == 0, finished.stdout + finished.stderr
@@ -44,7 +44,7 @@ def test_ops_in_compiled_code() -> None:
     assert len(losses) == 2 and all(row[:6] > row[-6:] for row in losses), finished.stdout
 
 
-@pytest.mark.sampled(0.15, "examples")
+@pytest.mark.sampled(0.1, "examples")
 def test_sync_hsdp_finds_the_broken_replica() -> None:
     finished = run_example("sync_hsdp.py")
     assert finished.returncode == 0, finished.stdout + finished.stderr
@@ -64,13 +64,13 @@ def launch_example(name: str, num_ranks: int, *arguments: str) -> str:
     return finished.stdout
 
 
-@pytest.mark.sampled(0.15, "examples")
+@pytest.mark.sampled(0.1, "examples")
 def test_one_buffer_is_taken_up_on_two_meshes() -> None:
     assert launch_example("one_buffer.py", 4, "write").count("2 tensors in 12,") == 4
     assert launch_example("one_buffer.py", 4, "read").count("step 7, equal on both meshes: True") == 4
 
 
-@pytest.mark.sampled(0.15, "examples")
+@pytest.mark.sampled(0.1, "examples")
 def test_reshard_live_gives_equal_logits() -> None:
     output = launch_example("reshard_live.py", 4)
     row = r"version (\d): 25,440 bytes received, logits within (\S+)\n"
@@ -80,7 +80,7 @@ def test_reshard_live_gives_equal_logits() -> None:
     assert all(float(difference) < 1e-5 for _, difference in found)
 
 
-@pytest.mark.sampled(0.15, "examples")
+@pytest.mark.sampled(0.1, "examples")
 def test_delta_sync_sends_little_and_gives_equal_logits() -> None:
     output = launch_example("delta_sync.py", 6)
     row = r"version (\d+): changes (\S+) bytes, all 57,664, equal logits: True(?:, proved)?\n"
@@ -91,7 +91,7 @@ def test_delta_sync_sends_little_and_gives_equal_logits() -> None:
     assert output.endswith(", proved\n")
 
 
-@pytest.mark.sampled(0.15, "examples")
+@pytest.mark.sampled(0.1, "examples")
 def test_two_jobs_meet_again_after_the_generator_was_killed() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -128,7 +128,7 @@ def test_two_jobs_meet_again_after_the_generator_was_killed() -> None:
     assert "meeting again" in told, told
 
 
-@pytest.mark.sampled(0.15, "examples")
+@pytest.mark.sampled(0.1, "examples")
 def test_training_goes_on_after_a_rank_was_killed_as_if_it_had_not() -> None:
     undisturbed, finished = run_example("lose_a_replica.py", "undisturbed"), run_example("lose_a_replica.py")
     assert (undisturbed.returncode, finished.returncode) == (0, 0), (

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from gloo_worlds import GLOO_AT_EXIT
+from warm_processes import torchrun
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -18,20 +19,15 @@ def block_with(text: str, page: str) -> str:
     return next(block for block in blocks if text in block)
 
 
-def run(script: Path, code: str, *launcher: str) -> subprocess.CompletedProcess[str]:
+def run(script: Path, code: str) -> subprocess.CompletedProcess[str]:
     """Runs a program with its files in the folder of the script."""
     script.write_text(code.replace("/tmp/", f"{script.parent}/"))
-    command = [sys.executable, *launcher, str(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=180, check=False)
 
 
-def run_on_eight(script: Path, code: str, *launcher: str) -> subprocess.CompletedProcess[str]:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8"]
-    for _ in range(3):
-        done = run(script, code, *torchrun, *launcher)
-        if GLOO_AT_EXIT not in done.stderr:
-            break
-    return done
+def run_job(num_ranks: int, script: Path, code: str, *launcher: str) -> subprocess.CompletedProcess[str]:
+    script.write_text(code.replace("/tmp/", f"{script.parent}/"))
+    return torchrun(num_ranks, *launcher, script)
 
 
 def test_a_run_goes_on_with_other_ranks_and_one_process_loads_from_it(tmp_path: Path) -> None:
@@ -46,8 +42,7 @@ def test_a_run_goes_on_with_other_ranks_and_one_process_loads_from_it(tmp_path: 
 
 def run_on(ranks: str, folder: Path, script: str) -> str:
     """What a program of README prints under torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    done = run(folder / script, block_with(f"# {script}", README), *launcher)
+    done = run_job(int(ranks), folder / script, block_with(f"# {script}", README))
     assert done.returncode == 0 or GLOO_AT_EXIT in done.stderr, done.stderr[-3000:]
     return done.stdout
 
@@ -60,7 +55,7 @@ def test_the_operators_do_as_it_says(tmp_path: Path) -> None:
 
 @pytest.mark.sampled(0.25, "programs of README")
 def test_stock_fails_as_it_says(tmp_path: Path) -> None:
-    done = run_on_eight(tmp_path / "nine.py", block_with("# nine.py", ADOPTION))
+    done = run_job(8, tmp_path / "nine.py", block_with("# nine.py", ADOPTION))
     assert done.returncode != 0
     assert block_with("AssertionError: req", ADOPTION).strip() in done.stderr
 
@@ -77,7 +72,7 @@ def test_the_other_ways_load(tmp_path: Path, way: str) -> None:
         for call, line in zip(("dcp.save(", "dcp.load("), lines, strict=True):
             program = re.sub(rf"^{re.escape(call)}.*$", line, program, flags=re.MULTILINE)
         program = f"import torchtitan_ext as tte\n{program}"
-    done = run_on_eight(tmp_path / "nine.py", program, *launcher)
+    done = run_job(8, tmp_path / "nine.py", program, *launcher)
     assert done.returncode == 0, done.stderr[-3000:]
     # Ranks write to one pipe, and the words of two lines may mix.
     assert done.stdout.count("loaded") == done.stdout.count("(9, 3)") == 8

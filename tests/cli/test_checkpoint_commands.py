@@ -2,11 +2,11 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm_processes
 
 import torchtitan_ext as tte
 from torchtitan_ext.cli.options import amount_of
@@ -14,8 +14,7 @@ from torchtitan_ext.cli.output import DIFFERS, FINE, SCHEMA_VERSION, UNREADABLE,
 
 
 def call(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torchtitan_ext", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return warm_processes.run(["-m", "torchtitan_ext", *arguments], capture_output=True)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import errno
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import warm_processes
 from calls import call, call_importing, make
 
 from torchtitan_ext.cli.output import DIFFERS, FINE, UNREADABLE, WRONG_USAGE
@@ -31,9 +31,8 @@ os._exit(9)
 @contextmanager
 def saving(path: Path, digit: str = "a") -> Iterator[None]:
     """Another process saves there; dies in the middle of it afterwards."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", BEGIN_SAVE, str(path), digit], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    command = ["-c", BEGIN_SAVE, path, digit]
+    process = warm_processes.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == "begun\n"
     try:
         yield

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -16,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import warm_processes
 from models import (
     BY_NAME,
     HANDMADE_BY_NAME,
@@ -410,8 +409,6 @@ if asks == "asks":
 @pytest.mark.parametrize("asks", ["asks", "drops"])
 def test_an_error_that_nobody_asks_for_is_printed_at_the_exit(tmp_path: Path, asks: str) -> None:
     (tmp_path / "file").write_text("no directory")
-    done = subprocess.run(
-        [sys.executable, "-c", LOSES_AN_ERROR, str(tmp_path), asks], capture_output=True, text=True, check=True
-    )
+    done = warm_processes.run(["-c", LOSES_AN_ERROR, tmp_path, asks], capture_output=True, check=True)
     text = "torchtitan_ext: an async_save failed, and nobody asked its future: save failed on 1 rank(s): rank 0: "
     assert (text in done.stderr) == (asks == "drops")

@@ -627,6 +627,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("form", ["script", "module"])
 def test_run_installs_for_a_script(tmp_path: Path, form: str) -> None:
     script = tmp_path / "plain_script.py"
@@ -638,6 +639,7 @@ def test_run_installs_for_a_script(tmp_path: Path, form: str) -> None:
     assert "saved" in done.stdout and "--more" in done.stdout and is_native(tmp_path / "step")
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("flags", [[], ["-P"]] if sys.version_info >= (3, 11) else [[]], ids=" ".join)
 def test_a_script_that_is_run_finds_the_modules_that_it_finds_alone(tmp_path: Path, flags: list[str]) -> None:
     (tmp_path / "real").mkdir()

@@ -2,10 +2,10 @@
 it does not. Against stand-ins of main's shape: main is in no release."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm_processes
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import torchtitan_ext as tte
@@ -16,16 +16,8 @@ SCRIPT = Path(__file__).parents[1] / "support" / "torchtitan_main.py"
 
 
 def run_ranks(folder: Path, world_size: int, num_steps: int) -> list[str]:
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), str(folder)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(world_size), str(num_steps)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    ranks = [warm_processes.Popen([SCRIPT, folder, rank, world_size, num_steps], **pipes) for rank in range(world_size)]
     told = [rank.communicate(timeout=120) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * world_size, told
     assert all("elastic_data has replaced nothing" in errors for _, errors in told)

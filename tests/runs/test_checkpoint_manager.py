@@ -5,8 +5,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -17,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import warm_processes
 from checkpoints import flip_byte
 from extent import num_cases
 from lost_worlds import end_rank, run_losing_world
@@ -335,7 +334,7 @@ def test_the_program_of_the_page_goes_on(tmp_path: Path) -> None:
         "trained to step 20, kept [15, 20]",
         "step 30, kept [20, 25, 30]",
     ):
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        done = warm_processes.run(["-c", program], capture_output=True)
         assert done.returncode == 0 and shown in done.stdout, done.stdout + done.stderr
 
 

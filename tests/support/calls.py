@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+import warm_processes
 from safetensors.torch import save_file
 
 import torchtitan_ext as tte
@@ -65,8 +66,7 @@ def shown(done: Done) -> str:
 
 def call_process(*arguments: object) -> Done:
     """A command as a process."""
-    command = [sys.executable, "-m", "torchtitan_ext", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = warm_processes.run(["-m", "torchtitan_ext", *arguments], capture_output=True)
     return Done(done.returncode, done.stdout, done.stderr)
 
 

@@ -27,6 +27,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -35,6 +36,8 @@ import torch.distributed as dist
 from extent import SOAK
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from torchtitan_ext.checkpoint.staging import child_process
 
 MAX_WORLD_SIZE = 8
 
@@ -65,6 +68,7 @@ PRELOADED = [
     "torch.distributed.tensor",
     "torch.distributed.tensor.debug",
     "torch.distributed.tensor.parallel",
+    *(f"torchtitan_ext.{room}" for room in ("checkpoint", "elastic", "full", "runs", "sync", "transfer", "weights")),
 ]
 
 # Of these, what the tests of this session have imported: on few cores each worker would take seconds for it.
@@ -216,6 +220,7 @@ def serve(connection: Connection, parent_pid: int, set_up: Callable[[], None] | 
     os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo", TORCH_CPP_LOG_LEVEL="ERROR")
     if set_up is not None:
         set_up()
+    fork_children_from_my_server()
     gc.freeze()
     while True:
         while not connection.poll(timeout=5):
@@ -226,6 +231,15 @@ def serve(connection: Connection, parent_pid: int, set_up: Callable[[], None] | 
         except EOFError:
             return
         connection.send_bytes(run_task(rank, world_size, backend, store_path, task))
+
+
+def fork_children_from_my_server() -> None:
+    """Children that save in the background come from the server of this process, which has imported torch.
+
+    multiprocessing means a process to share the server that it came from, and starts another one all the same.
+    """
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
+    child_process.START_METHOD = "forkserver"
 
 
 def is_alive(pid: int) -> bool:

@@ -343,25 +343,55 @@ def build_optimizer(model: nn.Module, lr: float, **options: Any) -> torch.optim.
 
 def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 2) -> None:
     """Real optimizer steps on made-up gradients, sharded by the oracle."""
+    params = dict(model.named_parameters())
     for step in range(num_steps):
-        for name, param in model.named_parameters():
-            grad = whole_grad(name, param.shape, step).flatten()[shard_index(param)]
-            if isinstance(param, DTensor):
-                grad = DTensor.from_local(
-                    grad,
-                    param.device_mesh,
-                    param.placements,
-                    run_check=False,
-                    shape=param.shape,
-                    stride=param.stride(),
-                )
-            param.grad = grad
-        optimizer.step()
-        optimizer.zero_grad()
+        step_on_locals(
+            optimizer,
+            {
+                param: whole_grad(name, param.shape, step).flatten()[shard_index(param)]
+                for name, param in params.items()
+            },
+        )
+
+
+def step_on_locals(optimizer: torch.optim.Optimizer, grad_of: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    """A step on the local tensors, which an elementwise optimizer changes as it does DTensors.
+
+    These would work out the sharding of its twenty operators anew in each world.
+    """
+    local = {param: local_of(param.detach()) for group in optimizer.param_groups for param in group["params"]}
+    groups = [{**group, "params": [local[param] for param in group["params"]]} for group in optimizer.param_groups]
+    on_locals = type(optimizer)(groups)
+    for param, state in optimizer.state.items():
+        on_locals.state[local[param]] = {key: local_of(value) for key, value in state.items()}
+    for param, grad in grad_of.items():
+        local[param].grad = grad
+    on_locals.step()
+    for param, own in local.items():
+        state = on_locals.state[own]
+        optimizer.state[param] = {key: value if key == "step" else like(param, value) for key, value in state.items()}
+
+
+def like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """The tensor of a parameter's layout that has these elements here."""
+    if not isinstance(param, DTensor):
+        return local
+    mesh, placements = param.device_mesh, param.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of a training job, as torchtitan and PyTorch's recipes save it."""
+    """The state of a training job, as torchtitan and PyTorch's recipes save it.
+
+    A fresh optimizer makes its state as `get_state_dict` would let it: by a step that changes nothing.
+    """
+    if not optimizer.state:
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        step_on_locals(optimizer, {param: torch.zeros_like(local_of(param.detach())) for param in model.parameters()})
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
     model_state, optimizer_state = get_state_dict(model, optimizer)
     return {"model": model_state, "optimizer": optimizer_state}
 

@@ -2,12 +2,11 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 from calls import call, shown
 from gloo_worlds import GLOO_AT_EXIT
+from warm_processes import torchrun
 
 ROOT = Path(__file__).parents[2]
 PATH = ROOT / "docs" / "use" / "tutorial.md"
@@ -37,7 +36,7 @@ def page_of(printed: dict[str, str]) -> str:
 
 
 def _run_job(words: list[str]) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert words[0] == "--nproc-per-node"
+    done = torchrun(int(words[1]), *words[2:])
     assert done.returncode == 0 or GLOO_AT_EXIT in done.stderr, done.stderr[-3000:]
     return done.stdout

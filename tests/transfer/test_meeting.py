@@ -5,8 +5,6 @@ import logging
 import os
 import signal
 import socket
-import subprocess
-import sys
 import textwrap
 import time
 import uuid
@@ -19,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import warm_processes
 from extent import IS_FULL, SOAK
 from reference import same_bits
 from torch.distributed.device_mesh import init_device_mesh
@@ -240,9 +239,10 @@ MEMBER = textwrap.dedent("""
 
 def start(
     address: str, job: str, rank: int, steps: int, log: Path, sizes: tuple[int, int] = (2, 1)
-) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", MEMBER, address, job, str(rank), str(steps), *map(str, sizes)]
-    return subprocess.Popen(command, stdout=log.open("ab"), env={**os.environ, "OMP_NUM_THREADS": "1"})
+) -> warm_processes.Popen:
+    command = ["-c", MEMBER, address, job, rank, steps, *sizes]
+    with log.open("ab") as stdout:
+        return warm_processes.Popen(command, stdout=stdout, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def events(log: Path) -> list[dict[str, Any]]:

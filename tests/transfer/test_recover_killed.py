@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+import warm_processes
 
 # A rank of a 2 x 2 job: says that it is ready, waits to be told that others were lost, and recovers with whoever comes.
 RANK = textwrap.dedent("""
@@ -66,10 +66,10 @@ RANK = textwrap.dedent("""
 def test_ranks_that_were_killed_are_replaced(tmp_path: Path, killed: tuple[int, ...]) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def start(rank: int, how: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", RANK, str(store.port), str(rank), str(tmp_path), how]
+    def start(rank: int, how: str) -> warm_processes.Popen:
+        command = ["-c", RANK, store.port, rank, tmp_path, how]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        return warm_processes.Popen(command, stdout=subprocess.PIPE, env=environment)
 
     ranks = [start(rank, "old") for rank in range(4)]
     try:

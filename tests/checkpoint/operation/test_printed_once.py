@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+import warm_processes
 
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.errors.printed_once import leave_report_to_rank_0
@@ -20,10 +21,8 @@ tte.load({"b": torch.zeros(3)}, f"{folder}/step")
 
 
 def test_rank_0_prints_the_report_alone(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True) for rank in range(2)
-    ]
+    command = ["-c", PROGRAM]
+    ranks = [warm_processes.Popen([*command, rank, tmp_path], stderr=subprocess.PIPE) for rank in range(2)]
     first, second = (rank.communicate(timeout=120)[1] for rank in ranks)
     assert [rank.returncode for rank in ranks] == [1, 1]
     assert "Traceback" in first and "Missing key in checkpoint state_dict: b." in first

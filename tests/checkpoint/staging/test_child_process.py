@@ -64,6 +64,7 @@ def test_errors_come_back_as_they_are_where_they_can(child: ChildProcess) -> Non
     assert child.is_alive
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_death_is_an_error() -> None:
     process = ChildProcess()
     with pytest.raises(RuntimeError, match=r"the process that saves for this rank died \(exit code -9\)"):
@@ -121,6 +122,7 @@ def proportional_bytes(pid: int) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_the_copy_is_there_once(tmp_path: Path) -> None:
     state = {f"w{index}": torch.ones(1 << 20) for index in range(48)}  # 192 MiB
     num_bytes = sum(tensor.nbytes for tensor in state.values())
@@ -137,6 +139,7 @@ def test_the_copy_is_there_once(tmp_path: Path) -> None:
     assert 0.5 * num_bytes < most < 1.3 * num_bytes
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_state_that_no_process_can_read_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     stager = CpuStager(process=True)
     with pytest.raises(Exception, match="pickle"):
@@ -145,6 +148,7 @@ def test_a_state_that_no_process_can_read_is_refused_before_anything_is_written(
     assert not (tmp_path / "step").exists()
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_one_save_in_a_process_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     state: dict[str, Any] = {"w": torch.arange(9.0)[::2], "empty": torch.empty(0, 3), "step": 3}
     saved = tte.async_save(state, tmp_path / "step", process=True)
@@ -158,6 +162,7 @@ def test_one_save_in_a_process_of_its_own(tmp_path: Path, capfd: pytest.CaptureF
         tte.async_save(state, tmp_path / "step", process=True, stager=CpuStager())
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_saves_without_a_process_group_take_turns_in_the_child(tmp_path: Path) -> None:
     stager = CpuStager(process=True, num_buffers=3)
     saving = [tte.async_save({"w": torch.full((9,), step)}, tmp_path / str(step), stager=stager) for step in range(3)]
@@ -169,6 +174,7 @@ def num_mappings(pid: int) -> int:
     return Path(f"/proc/{pid}/maps").read_text().count("torchtitan_ext staging")
 
 
+@pytest.mark.usefixtures("warm_children")
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("state", [{"w": torch.ones(9)}, {"w": torch.ones(9), "m": torch.ones(9, device="meta")}])
 def test_an_idle_child_holds_no_memory_of_its_parent(tmp_path: Path, state: dict[str, Any]) -> None:
@@ -182,6 +188,7 @@ def test_an_idle_child_holds_no_memory_of_its_parent(tmp_path: Path, state: dict
     stager.close()
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_relative_path_is_that_of_the_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stager = CpuStager(process=True)
     stager.child()

@@ -4,12 +4,12 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+import warm_processes
 from extent import SOAK
 from test_child_process import is_running
 
@@ -52,8 +52,8 @@ def test_a_trainer_killed_at_any_moment(tmp_path: Path, kind: str, limit: int) -
     chosen = random.Random(7)
     first = 1
     for _ in range(NUM_KILLS):
-        command = [sys.executable, tmp_path / "trainer.py", tmp_path / "run", kind, str(first), str(limit)]
-        with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True) as trainer:
+        command = [tmp_path / "trainer.py", tmp_path / "run", kind, first, limit]
+        with warm_processes.Popen(command, stdout=subprocess.PIPE) as trainer:
             assert trainer.stdout is not None
             lines = [trainer.stdout.readline() for _ in range(chosen.randint(5, 9))]
             time.sleep(chosen.uniform(0, 0.05))
@@ -73,8 +73,8 @@ def test_a_trainer_killed_at_any_moment(tmp_path: Path, kind: str, limit: int) -
 def test_a_child_killed_at_any_moment(tmp_path: Path) -> None:
     (tmp_path / "trainer.py").write_text(TRAINER)
     chosen = random.Random(8)
-    command = [sys.executable, tmp_path / "trainer.py", tmp_path / "run", "child", "1", "0"]
-    with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True) as trainer:
+    command = [tmp_path / "trainer.py", tmp_path / "run", "child", 1, 0]
+    with warm_processes.Popen(command, stdout=subprocess.PIPE) as trainer:
         assert trainer.stdout is not None
         num_failed, killed, last_saved = 0, 0, 0
         while num_failed < NUM_KILLS:

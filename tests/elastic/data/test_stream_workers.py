@@ -232,6 +232,7 @@ if sys.argv[1] == "raise":
 """
 
 
+@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize("how", ["return", "raise", "kill"])
 def test_no_worker_outlives_the_trainer(how: str) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT, how], stdout=subprocess.PIPE, text=True, timeout=100)

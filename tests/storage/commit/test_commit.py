@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import warm_processes
 from states import blank, differences, load, save
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -300,9 +300,7 @@ time.sleep(60)
 @pytest.fixture
 def other_job(tmp_path: Path) -> Any:
     """A process that is in the middle of a save."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDS, str(tmp_path / "step-1")], stdout=subprocess.PIPE, text=True
-    )
+    process = warm_processes.Popen(["-c", HOLDS, tmp_path / "step-1"], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     yield process
     process.kill()

@@ -6,8 +6,6 @@ import os
 import pickle
 import resource
 import signal
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import warm_processes
 from states import blank, differences, load, mixed_state, save, without_strides
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat
@@ -208,8 +207,8 @@ else:
 @pytest.mark.parametrize("limit_bytes", [5_000_000, 24_000_000])
 def test_a_write_that_fails_in_any_thread_fails_the_save(tmp_path: Path, thread_count: int, limit_bytes: int) -> None:
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY and signal.SIGXFSZ
-    arguments = [sys.executable, "-W", "ignore", "-c", LIMITED, str(tmp_path), str(thread_count), str(limit_bytes)]
-    answer = subprocess.run(arguments, capture_output=True, text=True, check=True).stdout
+    arguments = ["-c", LIMITED, tmp_path, thread_count, limit_bytes]
+    answer = warm_processes.run(arguments, capture_output=True, check=True).stdout
     assert answer.startswith("OSError 27") and "__0_0.distcp" in answer and "cannot write at byte" in answer
     assert not (tmp_path / ".metadata").exists()
 

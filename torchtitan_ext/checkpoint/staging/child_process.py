@@ -11,22 +11,25 @@ import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar
 
 from torchtitan_ext.errors import readable_error
 
 T = TypeVar("T")
 
+START_METHOD: Literal["spawn", "forkserver"] = "spawn"
+"""Of children. They have nothing of the parent's threads and devices, as a fork would."""
+
 
 class ChildProcess:
-    """Started like a worker of a ``DataLoader``: anew, so that it has nothing of the parent's threads and devices.
+    """Started by ``START_METHOD``.
 
     Attributes:
         group_name: What the processes of all ranks agreed to call their group; ``None`` where they have none.
     """
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(START_METHOD)
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), name="torchtitan_ext.save", daemon=True)
         self._process.start()
