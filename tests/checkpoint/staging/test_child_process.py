@@ -122,7 +122,6 @@ def proportional_bytes(pid: int) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
 
 
-@pytest.mark.usefixtures("warm_children")
 def test_the_copy_is_there_once(tmp_path: Path) -> None:
     state = {f"w{index}": torch.ones(1 << 20) for index in range(48)}  # 192 MiB
     num_bytes = sum(tensor.nbytes for tensor in state.values())

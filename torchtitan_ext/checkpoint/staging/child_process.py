@@ -11,13 +11,13 @@ import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import Any, BinaryIO, Literal, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from torchtitan_ext.errors import readable_error
 
 T = TypeVar("T")
 
-START_METHOD: Literal["spawn", "forkserver"] = "spawn"
+START_METHOD = "spawn"
 """Of children. They have nothing of the parent's threads and devices, as a fork would."""
 
 
@@ -29,7 +29,7 @@ class ChildProcess:
     """
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context(START_METHOD)
+        context: Any = multiprocessing.get_context(START_METHOD)
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), name="torchtitan_ext.save", daemon=True)
         self._process.start()
