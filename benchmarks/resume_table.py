@@ -8,8 +8,8 @@ from typing import Any
 
 from result_page import command_without, print_or_put
 
-ON_PAGE = ("plan", "read", "components", "checkpointing", "whole")
-"""Phases that this package changes, and the whole."""
+ON_PAGE = ("plan", "read", "checkpointing", "whole")
+"""Of the phases that this package changes, and the whole."""
 
 
 def table(results: dict[str, Any], chosen: Sequence[str] = ()) -> str:

@@ -16,7 +16,7 @@ Steps = dict[str, dict[str, dict[str, dict[str, Row]]]]
 # Measured of every state, beside DCP; the rest is in the table of peers.
 OURS = ("ours, files only", "ours, tte.", "ours, dcp.")
 
-ON_PAGE = ("tte.save", "tte.load", "dcp.save", "dcp.load", "tte.load of DCP's files")
+ON_PAGE = ("tte.save", "tte.load", "tte.load of DCP's files")
 """Of ours; of others all but variants of DCP."""
 
 

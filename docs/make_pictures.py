@@ -4,7 +4,6 @@ Layouts are those of the package, data made up."""
 
 import random
 from itertools import product
-from math import prod
 from pathlib import Path
 
 import matplotlib as mpl
@@ -32,18 +31,14 @@ def holders(shape: tuple[int, int], mesh: tuple[int, int], steps: list[tuple[int
 
 
 def draw_layouts() -> None:
-    tp_then_dp = [(1, 0, 1), (0, 0, 1)]
-    for mesh, rows in (((4, 2), 50257), ((64, 8), 128257)):
-        title = f"output.weight, {rows} x 4096\n{prod(mesh)} ranks: dp {mesh[0]} x tp {mesh[1]}, both on dim 0, uneven"
-        shards = holders((rows, 4096), mesh, tp_then_dp)
-        plot_layout(FOLDER / f"layout-{prod(mesh)}.png", title, (rows, 4096), shards, holder="rank")
+    shape = (128257, 4096)
+    title = "output.weight, 128257 x 4096\n512 ranks: dp 64 x tp 8, both on dim 0, uneven"
+    shards = holders(shape, (64, 8), [(1, 0, 1), (0, 0, 1)])
+    plot_layout(FOLDER / "layout-512.png", title, shape, shards, holder="rank")
     shape = (6144, 4096)
     title = "attention.wqkv.weight, 6144 x 4096\n8 ranks: dp 2 x tp 4, interleaved q, k and v: several boxes each"
     shards = holders(shape, (2, 4), [(1, 0, 3), (0, 0, 1)])
     plot_layout(FOLDER / "layout-boxes.png", title, shape, shards, holder="rank")
-    title = "attention.wo.weight, 16384 x 16384\n512 ranks: dp 64 on dim 0, tp 8 on dim 1"
-    shards = holders((16384, 16384), (64, 8), [(1, 1, 1), (0, 0, 1)])
-    plot_layout(FOLDER / "layout-512-columns.png", title, (16384, 16384), shards, holder="rank")
 
 
 def draw_tutorial() -> None:
@@ -100,16 +95,10 @@ def draw_parts(
 def draw_bytes() -> None:
     draw = random.Random(0)
     before = [12_000_000_000 + draw.randrange(400_000_000) for _ in range(8)]
-    after = [sum(before) // 512 + draw.randrange(20_000_000) for _ in range(512)]
     plot_bytes(FOLDER / "bytes-8-to-16.png", before, [one // 2 for one in before for _ in range(2)], title="step-1000")
-    plot_bytes(FOLDER / "bytes-8-to-512.png", before, after, title="step-1000")
 
 
 def draw_differences() -> None:
-    counts = [[0] * 64 for _ in range(64)]
-    counts[40][13] = 1
-    title = "layers.0.attention.wq.weight, 4096 x 4096\n1 of 16,777,216 elements differs, at [2600, 871]"
-    plot_differences(FOLDER / "difference-one.png", title, counts, sizes=(4096, 4096), cell_sizes=(64, 64), dims=(0, 1))
     draw = random.Random(0)
     counts = [[int(4096 * draw.random() ** 4) if row >= 48 else 0 for _ in range(64)] for row in range(64)]
     title = f"layers.0.attention.wq.weight, 4096 x 4096\n{sum(map(sum, counts)):,} of 16,777,216 elements differ"
