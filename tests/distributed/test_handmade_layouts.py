@@ -66,7 +66,7 @@ def test_save(saved: dict[str, Path | BaseException], layout: HandMade) -> None:
         raise outcome
 
 
-@pytest.mark.sampled(0.34)
+@pytest.mark.sampled(0.2)
 @pytest.mark.parametrize("layout", ALL, ids=lambda layout: layout.name)
 def test_load_from_every_other(run_world, saved: dict[str, Path | BaseException], layout: HandMade) -> None:
     paths = {source: outcome for source, outcome in saved.items() if isinstance(outcome, Path)}

@@ -127,6 +127,7 @@ def meet_all_cases(rank: int, world_size: int, folder: Path) -> list[tuple[str, 
     return seen
 
 
+@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_storage_that_refuses(run_world, tmp_path: Path, world_size: int) -> None:
     seen = run_world(world_size, meet_all_cases, tmp_path)

@@ -116,6 +116,7 @@ def test_a_lora_save_writes_little_more_than_the_adapter(run_world, tmp_path: Pa
     check(run_world, tmp_path, [layout, "columns2"], [1, 2, 3])
 
 
+@pytest.mark.sampled(0.5, "chains over meshes")
 def test_after_a_change_of_the_mesh_a_save_writes_what_is_cut_otherwise_once(run_world, tmp_path: Path) -> None:
     step = 0
     for layout in ("fsdp2", "fsdp4", "hsdp2x2", "ddp2", "one", "fsdp2"):
@@ -127,6 +128,7 @@ def test_after_a_change_of_the_mesh_a_save_writes_what_is_cut_otherwise_once(run
     assert answers == [(NUM_BASE + 1, ["step"])] * 4
 
 
+@pytest.mark.sampled(0.5, "chains over meshes")
 def test_the_same_chunks_are_found_whoever_wrote_them(run_world, tmp_path: Path) -> None:
     """Four ranks in two replicas wrote them in four files; two ranks write each half of them alone."""
     run_world(4, save_steps, "hsdp2x2", tmp_path, [1])
@@ -185,7 +187,7 @@ def save_with_dcp(rank: int, world_size: int, run: Path, ours_plans: bool) -> li
     return sizes
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25, "other saves")
 @pytest.mark.parametrize("ours_plans", [True, False])
 def test_dcp_save_shares_too(run_world, tmp_path: Path, ours_plans: bool) -> None:
     sizes = run_world(2, save_with_dcp, tmp_path, ours_plans)[0]
@@ -202,7 +204,7 @@ def save_in_background(rank: int, world_size: int, run: Path, process: bool) -> 
     ]
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25, "other saves")
 @pytest.mark.parametrize("process", [False, True])
 def test_asynchronous_saves_share_too(run_world, tmp_path: Path, process: bool) -> None:
     written = run_world(2, save_in_background, tmp_path, process)[0]

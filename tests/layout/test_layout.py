@@ -55,7 +55,7 @@ def held_elements(shape: tuple[int, ...], shard: LocalShard) -> torch.Tensor:
     return held
 
 
-@settings(max_examples=num_cases(10_000), deadline=None)
+@settings(max_examples=num_cases(10_000, 0.1), deadline=None)
 @given(layouts())
 def test_a_rank_holds_what_torch_chunk_leaves_it(layout):
     shape, mesh_shape, steps, coordinate = layout
@@ -66,7 +66,7 @@ def test_a_rank_holds_what_torch_chunk_leaves_it(layout):
     assert all(0 not in chunk.sizes for chunk in shard.chunks)
 
 
-@settings(max_examples=num_cases(5_000), deadline=None)
+@settings(max_examples=num_cases(5_000, 0.1), deadline=None)
 @given(layouts())
 def test_the_ranks_cover_every_element_once_per_replica(layout):
     shape, mesh_shape, steps, _ = layout
@@ -110,7 +110,7 @@ def test_left_to_right_is_what_dtensor_splits(mesh_shape):
                 assert torch.equal(held_elements(shape, shard), expected), (placements, rows, coordinate)
 
 
-@settings(max_examples=num_cases(3_000), deadline=None)
+@settings(max_examples=num_cases(3_000, 0.1), deadline=None)
 @given(st.integers(0, 60), st.integers(1, 6), st.integers(1, 6), st.sampled_from([1, 2, 3]))
 def test_nested_is_what_fsdp2_builds_over_tp(rows, dp, tp, blocks):
     tp_placement = Shard(0) if blocks == 1 else _StridedShard(0, split_factor=blocks)

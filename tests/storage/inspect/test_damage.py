@@ -48,7 +48,7 @@ def test_a_flipped_bit_is_found_or_harmless(tmp_path: Path, name: str) -> None:
     state = small_state()
     save(state, FileWriter(tmp_path, sync=False), tte.SavePlanner())
     content = (tmp_path / name).read_bytes()
-    num_found, positions = 0, sampled(range(len(content)), 0.34, name)
+    num_found, positions = 0, sampled(range(len(content)), 0.17, name)
     for position in positions:
         damaged = bytearray(content)
         damaged[position] ^= 1 << (position % 8)
