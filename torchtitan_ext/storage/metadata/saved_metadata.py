@@ -98,7 +98,7 @@ def read_saved_metadata(files: OpenedCheckpoint, rank: int | None, *, verify: st
     try:
         data = files.read_metadata(path.name)
     except FileNotFoundError as error:
-        return _of_index_alone(files, rank, verify, error)
+        return read_index_alone(files, rank, verify, error)
     try:
         parsed = parse_pickle(data)
     except (ValueError, OverflowError) as error:
@@ -147,9 +147,10 @@ def parse_tables(tables: bytes, files: Iterable[_core.RankFile], path: Path) -> 
     return parsed
 
 
-def _of_index_alone(
+def read_index_alone(
     files: OpenedCheckpoint, rank: int | None, verify: str, missing: FileNotFoundError
 ) -> SavedMetadata:
+    """``read_saved_metadata`` where there is no ``.metadata``; raises ``missing`` without an index that replaces it."""
     path = index_path(files.directory, rank)
     try:
         content = files.read_metadata(path.name)

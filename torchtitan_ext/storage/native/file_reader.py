@@ -25,7 +25,6 @@ from torchtitan_ext.storage.checkpoint_files import (
     Record,
     describe_damage,
     find_stock_tensors,
-    index_path,
     is_local,
     metadata_path,
     parse_index,
@@ -35,7 +34,8 @@ from torchtitan_ext.storage.checkpoint_files import (
 from torchtitan_ext.storage.commit.branch import remember_step
 from torchtitan_ext.storage.commit.opened import Footers, OpenedCheckpoint
 from torchtitan_ext.storage.futures import finished
-from torchtitan_ext.storage.metadata.metadata_file import metadata_of_tables, parse_metadata
+from torchtitan_ext.storage.metadata.metadata_file import metadata_of, parse_metadata
+from torchtitan_ext.storage.metadata.saved_metadata import read_index_alone
 from torchtitan_ext.storage.native.device_buckets import bucket_bytes_of
 from torchtitan_ext.storage.native.read_batch import ReadBatch, add_box
 from torchtitan_ext.storage.progress import progress
@@ -134,13 +134,16 @@ class FileReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         self._forget()
-        path = metadata_path(self.path, kwargs.get("rank"))
+        rank = kwargs.get("rank")
+        path = metadata_path(self.path, rank)
         try:
             self._metadata = self.files.read_metadata(path.name)
         except FileNotFoundError as error:
-            metadata = self._metadata_of_index(index_path(self.path, kwargs.get("rank")))
-            if metadata is None:
-                raise error
+            saved = read_index_alone(self.files, rank, self.verify, error)
+            assert saved.index is not None, "an index alone is none, please report"
+            self._metadata, self._index = b"", saved.index
+            self.metadata_digest = saved.index.save_id.hex()
+            metadata = metadata_of(saved)
         else:
             try:
                 metadata = parse_metadata(self._metadata)
@@ -358,21 +361,6 @@ class FileReader(StorageReader):
     def files_reader(self) -> FileReader:
         """The reader of the files: this one, unless a transform lies between."""
         return self
-
-    def _metadata_of_index(self, path: Path) -> Metadata | None:
-        """The metadata in an index that replaces ``.metadata``; ``None`` without one."""
-        try:
-            self._metadata = self.files.read_metadata(path.name)
-        except FileNotFoundError:
-            return None
-        self._index = parse_index(path, self._metadata, None, verify=self.verify)
-        if self._index is None:
-            return None
-        self.metadata_digest = self._index.save_id.hex()
-        try:
-            return metadata_of_tables(self._index.tables, self._index.files.values(), path)
-        except ValueError as error:
-            raise DamagedCheckpointError(str(error)) from None
 
     def _forget(self) -> None:
         # Digest of the file that the metadata was read from: equal on ranks that see the same checkpoint.
