@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -26,16 +25,15 @@ from torchtitan_ext.storage.checkpoint_files import (
     describe_damage,
     find_stock_tensors,
     is_local,
-    metadata_path,
-    parse_index,
     shown,
     thread_count_of,
 )
 from torchtitan_ext.storage.commit.branch import remember_step
 from torchtitan_ext.storage.commit.opened import Footers, OpenedCheckpoint
 from torchtitan_ext.storage.futures import finished
-from torchtitan_ext.storage.metadata.metadata_file import metadata_of, parse_metadata
-from torchtitan_ext.storage.metadata.saved_metadata import read_index_alone
+from torchtitan_ext.storage.metadata.lazy_metadata import PROPERTIES
+from torchtitan_ext.storage.metadata.metadata_file import metadata_of
+from torchtitan_ext.storage.metadata.saved_metadata import SavedMetadata, read_index_beside, read_without_index
 from torchtitan_ext.storage.native.device_buckets import bucket_bytes_of
 from torchtitan_ext.storage.native.read_batch import ReadBatch, add_box
 from torchtitan_ext.storage.progress import progress
@@ -97,7 +95,7 @@ class FileReader(StorageReader):
     """
 
     _opened: OpenedCheckpoint | None
-    _metadata: bytes | None
+    _saved: SavedMetadata | None
     _mark: MetadataMark | None
     _index: _core.Index | None
     _footers: Footers
@@ -134,26 +132,11 @@ class FileReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         self._forget()
-        rank = kwargs.get("rank")
-        path = metadata_path(self.path, rank)
-        try:
-            self._metadata = self.files.read_metadata(path.name)
-        except FileNotFoundError as error:
-            saved = read_index_alone(self.files, rank, self.verify, error)
-            assert saved.index is not None, "an index alone is none, please report"
-            self._metadata, self._index = b"", saved.index
-            self.metadata_digest = saved.index.save_id.hex()
-            metadata = metadata_of(saved)
-        else:
-            try:
-                metadata = parse_metadata(self._metadata)
-            except ValueError as error:
-                raise DamagedCheckpointError(f"{path}: {error}") from None
-            self.metadata_digest = f"{_core.digest(self._metadata):016x}"
-        # Older torch wrote none.
-        meta: StorageMeta = getattr(metadata, "storage_meta", None) or StorageMeta()
-        meta.load_id = self.load_id
-        metadata.storage_meta = meta
+        self._saved = read_without_index(self.files, kwargs.get("rank"), verify=self.verify, properties=PROPERTIES)
+        self._index, self.metadata_digest = self._saved.index, self._saved.digest
+        metadata = metadata_of(self._saved)
+        assert metadata.storage_meta is not None, "metadata without the fields of StorageMeta, please report"
+        metadata.storage_meta.load_id = self.load_id
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -163,24 +146,15 @@ class FileReader(StorageReader):
             raise ValueError(f"FileReader: the metadata of {self.path} does not say where its records lie")
         self.storage_data = metadata.storage_data
         self._is_coordinator = is_coordinator
-        if self._metadata is None:
+        if self._saved is None:
             return
         rank = None if kwargs.get("use_collectives", True) else kwargs.get("rank")
         if rank is None:  # else each rank has read its own
             self._mark = MetadataMark(self.metadata_digest)
         if self._index is not None:  # it stands for the metadata
             return
-        path, content = self.files.read_index(rank, save_id)
-        if content is not None:
-            named = functools.cache(lambda: {info.relative_path for info in self.storage_data.values()})
-            self._index = parse_index(
-                path,
-                content,
-                self._metadata,
-                verify=self.verify,
-                has_file=lambda file: file.name in named() and self.files.has(file),
-            )
-        self._metadata = None
+        self._index = read_index_beside(self.files, rank, self._saved, self.verify)
+        self._saved = None
         if self._index is None and self.verify != "none" and self._footers.are_expected:
             text = "has no index, so no checksums of .metadata: its data files are verified by their own footers"
             warn(f"{self.path} {text}")
@@ -368,7 +342,7 @@ class FileReader(StorageReader):
         # Bytes of the wanted items since the metadata was read, without gaps between them.
         self.num_bytes_read = 0
         self._opened = None
-        self._metadata = None
+        self._saved = None
         self._mark = None
         self._index = None
         self._footers = Footers(None)
