@@ -7,6 +7,7 @@ import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,7 +36,7 @@ from torchtitan_ext.storage.metadata.lazy_metadata import PROPERTIES
 from torchtitan_ext.storage.metadata.metadata_file import metadata_of
 from torchtitan_ext.storage.metadata.saved_metadata import SavedMetadata, read_index_beside, read_without_index
 from torchtitan_ext.storage.native.device_buckets import bucket_bytes_of
-from torchtitan_ext.storage.native.read_batch import ReadBatch, add_box
+from torchtitan_ext.storage.native.read_batch import Copy, OpenFiles, ReadBatch, add_box
 from torchtitan_ext.storage.progress import progress
 from torchtitan_ext.storage.raw_tensor import DTYPES
 
@@ -217,10 +218,7 @@ class FileReader(StorageReader):
         for info in infos:
             places.setdefault(info.relative_path, {})[info.offset] = info.length
         tensors = {name: self._tensors_of(name, of_file) for name, of_file in places.items()}
-        return [
-            Record(info.relative_path, info.offset, info.length, tensors[info.relative_path].get(info.offset))
-            for info in infos
-        ]
+        return [_record_of(info, tensors[info.relative_path].get(info.offset)) for info in infos]
 
     def are_plain(self, indices: Sequence[MetadataIndex]) -> list[bool]:
         """Whether parts of these chunks can be read alone; else only ``torch.load`` can read their records."""
@@ -252,16 +250,13 @@ class FileReader(StorageReader):
             OSError: A file cannot be read.
         """
         records = self.find_records([index for index, _, _ in boxes])
-        runs = _core.RunReader()
-        files: dict[str, int] = {}
-        copies = []
+        files = OpenFiles(self)
+        copies: list[Copy] = []
         for record, (index, offsets, place) in zip(records, boxes, strict=True):
             if record.tensor is None or DTYPES[record.tensor.dtype] != place.dtype:
                 raise DamagedCheckpointError(f"{self.path / record.file}: {index.fqn} is not saved as {place.dtype}")
-            if record.file not in files:
-                files[record.file] = self.open_file(runs, record.file)
-            copies += add_box(runs, files[record.file], record.tensor, offsets, place)
-        self.read_runs(runs, list(files))
+            copies += add_box(files.runs, files.number_of(record.file, files.read), record.tensor, offsets, place)
+        files.read()
         for place, values in copies:
             place.copy_(values)
 
@@ -350,12 +345,11 @@ class FileReader(StorageReader):
         self._blocks = _core.BlockLedger()
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        by_file = self._by_file(plan.items)
-        stored = {name: self._stored_of(name, members) for name, members in by_file.items()}
+        records = self._records_of(plan.items)
         with progress(
             "load, rank 0",
             is_coordinator=self._is_coordinator,
-            total_bytes=lambda: _wanted_bytes(by_file, stored),
+            total_bytes=lambda: _wanted_bytes(records),
             in_logs=False,
         ) as advance:
 
@@ -363,27 +357,24 @@ class FileReader(StorageReader):
                 self.num_bytes_read += num_bytes
                 advance(num_bytes)
 
-            batch = ReadBatch(
-                planner, self.open_file, self.read_runs, count, lambda: bucket_bytes_of(_wanted_bytes(by_file, stored))
-            )
-            for name, members in by_file.items():
-                for item, info in members:
-                    batch.add(name, item, info, stored[name].get(info.offset))
-                    if batch.num_bytes >= BATCH_BYTES:
-                        batch.read()
+            batch = ReadBatch(planner, self, count, lambda: bucket_bytes_of(_wanted_bytes(records)))
+            for item, record in records:
+                batch.add(item, record)
+                if batch.num_bytes >= BATCH_BYTES:
+                    batch.read()
             batch.finish()
 
     def _foreseen_blocks(self, items: Sequence[ReadItem]) -> bytes:
         """The ledger of the blocks that a read of these items touches; empty where a file is not as it should be."""
         self._blocks = _core.BlockLedger()
         try:
-            for name, members in self._by_file(items).items():
+            for name, of_file in groupby(self._records_of(items), key=lambda pair: pair[1].file):
                 runs = _core.RunReader()
-                file, stored = self.open_file(runs, name), self._stored_of(name, members)
-                for item, info in members:
-                    tensor = stored.get(info.offset)
+                file = self.open_file(runs, name)
+                for item, record in of_file:
+                    tensor = record.tensor
                     if tensor is None or not tensor.is_row_major:
-                        runs.add_bytes(file, info.offset, info.length, 0)
+                        runs.add_bytes(file, record.offset, record.num_bytes, 0)
                     else:
                         runs.add_box(file, tensor, item.storage_offsets, item.lengths, 0, tensor.strides)
                 runs.touch()
@@ -392,13 +383,16 @@ class FileReader(StorageReader):
             return b""  # the read says what is wrong
         return self.describe_blocks()
 
-    def _by_file(self, items: Sequence[ReadItem]) -> dict[str, list[tuple[ReadItem, Any]]]:
-        """The items with their entries in ``storage_data``, by file."""
-        by_file: dict[str, list[tuple[ReadItem, Any]]] = {}
+    def _records_of(self, items: Sequence[ReadItem]) -> list[tuple[ReadItem, Record]]:
+        """The items with their records, file by file in the order of their first items."""
+        tensors = [item.storage_index for item in items if item.type != LoadItemType.BYTE_IO]
+        found = iter(self.find_records(tensors))
+        by_file: dict[str, list[tuple[ReadItem, Record]]] = {}
         for item in items:
-            info = self._info_of(item.storage_index)
-            by_file.setdefault(info.relative_path, []).append((item, info))
-        return by_file
+            is_value = item.type == LoadItemType.BYTE_IO
+            record = _record_of(self._info_of(item.storage_index), None) if is_value else next(found)
+            by_file.setdefault(record.file, []).append((item, record))
+        return [pair for of_file in by_file.values() for pair in of_file]
 
     def _info_of(self, index: MetadataIndex) -> Any:
         info = self.storage_data[index]
@@ -408,11 +402,6 @@ class FileReader(StorageReader):
                 "load it with FileSystemReader"
             )
         return info
-
-    def _stored_of(self, name: str, items: Sequence[tuple[ReadItem, Any]]) -> Mapping[int, _core.StoredTensor]:
-        """The plain tensors among the items of a file, by the offsets of their records."""
-        places = {info.offset: info.length for item, info in items if item.type != LoadItemType.BYTE_IO}
-        return self._tensors_of(name, places)
 
     def _tensors_of(self, name: str, places: Mapping[int, int]) -> dict[int, _core.StoredTensor]:
         """The plain tensors among some records of a file, by the records' offsets; ``places`` has their lengths."""
@@ -430,12 +419,12 @@ def _has_other_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _wanted_bytes(
-    by_file: Mapping[str, Sequence[tuple[ReadItem, Any]]], stored: Mapping[str, Mapping[int, _core.StoredTensor]]
-) -> int:
-    num_bytes = 0
-    for name, members in by_file.items():
-        for item, info in members:
-            tensor = stored[name].get(info.offset)
-            num_bytes += info.length if tensor is None else item.lengths.numel() * tensor.item_bytes
-    return num_bytes
+def _record_of(info: Any, tensor: _core.StoredTensor | None) -> Record:
+    return Record(info.relative_path, info.offset, info.length, tensor)
+
+
+def _wanted_bytes(records: Sequence[tuple[ReadItem, Record]]) -> int:
+    return sum(
+        record.num_bytes if record.tensor is None else item.lengths.numel() * record.tensor.item_bytes
+        for item, record in records
+    )

@@ -4,11 +4,13 @@ buckets, other records through a buffer."""
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from torchtitan_ext import _core
@@ -16,6 +18,7 @@ from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError
 from torchtitan_ext.layout.dtensor import box_of, is_wrapper, local_view
 from torchtitan_ext.layout.wrapper import dense_values
 from torchtitan_ext.state.host_copies import row_major_boxes, takes_operators
+from torchtitan_ext.storage.checkpoint_files import Record
 from torchtitan_ext.storage.native.device_buckets import IncomingBuckets
 from torchtitan_ext.storage.progress import OnBytes
 from torchtitan_ext.storage.raw_tensor import DTYPES
@@ -25,6 +28,69 @@ CAST_BYTES = 16 << 20
 
 # Files that are read together: a process may have 1,024 open.
 _MAX_OPEN_FILES = 128
+
+
+class RecordFiles(Protocol):
+    """What reads the files of a checkpoint: a ``FileReader``, or another source of ``offline``."""
+
+    def find_records(self, indices: Sequence[MetadataIndex]) -> list[Record]:
+        """Where chunks lie."""
+        ...
+
+    def open_file(self, runs: _core.RunReader, name: str) -> int:
+        """Adds a file to a RunReader, and returns its number there."""
+        ...
+
+    def read_runs(self, runs: _core.RunReader, names: list[str]) -> None:
+        """Reads what was added."""
+        ...
+
+
+class OpenFiles:
+    """The files of a checkpoint that are read together. They stay open from one read to the next: opening a file again
+    reads the checksums of all its blocks again.
+
+    Attributes:
+        runs: To which reads are added.
+    """
+
+    def __init__(self, files: RecordFiles) -> None:
+        self._files = files
+        self.close()
+
+    def number_of(self, name: str, read_before: Callable[[], None]) -> int:
+        """The number of a file in ``runs``; where too many are open, what was added is read first, and they close."""
+        if name not in self._numbers:
+            if len(self._numbers) >= _MAX_OPEN_FILES:
+                read_before()
+                self.close()
+            self._numbers[name] = self._files.open_file(self.runs, name)
+        return self._numbers[name]
+
+    def read(self) -> None:
+        """Reads what was added; after an error nothing of it is left.
+
+        Raises:
+            DamagedCheckpointError: Bytes are not what was written.
+        """
+        with self.forgotten_on_error():
+            self._files.read_runs(self.runs, list(self._numbers))
+
+    @contextmanager
+    def forgotten_on_error(self) -> Iterator[None]:
+        """The next call must not read what failed. Damage gets the error that callers know."""
+        try:
+            yield
+        except BaseException as error:
+            self.close()
+            if isinstance(error, (_core.FormatError, UnicodeDecodeError)):
+                raise DamagedCheckpointError(str(error)) from None
+            raise
+
+    def close(self) -> None:
+        """Forgets the files, and what was added and not read."""
+        self.runs = _core.RunReader()
+        self._numbers: dict[str, int] = {}
 
 
 @dataclass
@@ -47,8 +113,7 @@ class ReadBatch:
     ``finish``.
 
     Args:
-        open_file: Adds a file of the checkpoint to a RunReader, and returns its number there.
-        read_runs: Reads all that was added to a RunReader; gets the names of its files, or raises.
+        files: Reads the files of the checkpoint.
         on_bytes: Called with each number of bytes that were read.
         bucket_bytes: Called once if there are targets of an accelerator, for the size of their buckets.
     """
@@ -56,19 +121,15 @@ class ReadBatch:
     def __init__(
         self,
         planner: LoadPlanner,
-        open_file: Callable[[_core.RunReader, str], int],
-        read_runs: Callable[[_core.RunReader, list[str]], None],
+        files: RecordFiles,
         on_bytes: OnBytes,
         bucket_bytes: Callable[[], int],
     ) -> None:
         self._planner = planner
-        self._open_file = open_file
-        self._read_runs = read_runs
+        self._files = OpenFiles(files)
         self._on_bytes = on_bytes
         self._bucket_bytes = bucket_bytes
         self._buckets: IncomingBuckets | None = None
-        self._runs = _core.RunReader()
-        self._files: dict[str, int] = {}
         self._targets: list[_Target] = []
         self._values: list[tuple[ReadItem, bytearray, torch.Tensor | None]] = []
         self._copies: list[Copy] = []  # within what is read
@@ -76,27 +137,16 @@ class ReadBatch:
         self.num_bytes = 0
         """The bytes that ``read`` will read."""
 
-    def add(self, name: str, item: ReadItem, info: Any, stored: _core.StoredTensor | None) -> None:
-        """Adds an item. Where a bucket is full, ``read`` is called for those before.
-
-        Args:
-            name: Name of the file.
-            info: The item's entry in the metadata's ``storage_data``.
-            stored: Where the elements lie; ``None`` if only ``torch.load`` can read the record.
-        """
-        if name not in self._files:
-            if len(self._files) >= _MAX_OPEN_FILES:
-                self.read()
-                self._runs, self._files = _core.RunReader(), {}
-            self._files[name] = self._open_file(self._runs, name)
-        file = self._files[name]
+    def add(self, item: ReadItem, record: Record) -> None:
+        """Adds an item, and where it lies. Where a bucket is full, ``read`` is called for those before."""
+        file, runs, stored = self._files.number_of(record.file, self.read), self._files.runs, record.tensor
         if item.type == LoadItemType.BYTE_IO or stored is None:
             target = None if item.type == LoadItemType.BYTE_IO else self._target(item)
-            self._runs.check_bytes(file, info.offset, info.length)  # before memory is asked for
-            content = bytearray(info.length)
+            runs.check_bytes(file, record.offset, record.num_bytes)  # before memory is asked for
+            content = bytearray(record.num_bytes)
             self._values.append((item, content, target))
-            self._runs.add_bytes(file, info.offset, info.length, _address(content))
-            self.num_bytes += info.length
+            runs.add_bytes(file, record.offset, record.num_bytes, _address(content))
+            self.num_bytes += record.num_bytes
             return
         target = self._target(item)
         dtype = DTYPES[stored.dtype]
@@ -104,12 +154,12 @@ class ReadBatch:
             self._add_to_buckets(file, item, stored, target)
             return
         if is_plain_target(target, dtype):
-            self._copies += add_box(self._runs, file, stored, item.storage_offsets, target)
+            self._copies += add_box(self._files.runs, file, stored, item.storage_offsets, target)
             self._targets.append(_Target(item, target, None, is_written=True))
             self.num_bytes += target.nbytes
         elif is_wrapper(target):
             place = torch.empty(target.shape, dtype=dtype, device="cpu")
-            self._copies += add_box(self._runs, file, stored, item.storage_offsets, place)
+            self._copies += add_box(self._files.runs, file, stored, item.storage_offsets, place)
             self._targets.append(_Target(item, target, place, is_written=False))
             self.num_bytes += place.nbytes
         else:
@@ -121,7 +171,7 @@ class ReadBatch:
         Raises:
             CheckpointReadError: A record of a subclass does not fit its target.
         """
-        self._read_runs(self._runs, list(self._files))
+        self._files.read()
         self._on_bytes(self.num_bytes)
         for item, content, target in self._values:
             if target is None:
@@ -159,7 +209,7 @@ class ReadBatch:
                 self.read()
             place = torch.empty(part.shape, dtype=dtype, device="cpu")
             begin = [offset + inside for offset, inside in zip(item.storage_offsets, part_offsets, strict=True)]
-            self._copies += [*add_box(self._runs, file, stored, begin, place), (part, place)]
+            self._copies += [*add_box(self._files.runs, file, stored, begin, place), (part, place)]
             self._cast_bytes += place.nbytes
             self.num_bytes += place.nbytes
         self._targets.append(_Target(item, target, None, is_written=False))
@@ -176,7 +226,7 @@ class ReadBatch:
                 place = self._buckets.place(part, dtype)
             assert place is not None, "an empty bucket has no room for a part, please report"
             begin = [offset + inside for offset, inside in zip(offsets, part_offsets, strict=True)]
-            self._copies += add_box(self._runs, file, stored, begin, place)
+            self._copies += add_box(self._files.runs, file, stored, begin, place)
             self.num_bytes += place.nbytes
         self._targets.append(_Target(item, target, None, is_written=False))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError, Problem, SavedOverError, UnknownFormatError, named, refusal
@@ -160,9 +160,6 @@ class SafetensorsReader(FileReader):
             raise SavedOverError(str(self.path), f"{name} was replaced")
         self.files.trim()
         return descriptor
-
-    def _stored_of(self, name: str, items: Sequence[tuple[ReadItem, Any]]) -> dict[int, _core.StoredTensor]:
-        return {info.offset: self._stored(item.storage_index, info) for item, info in items}
 
     def _stored(self, index: MetadataIndex, info: Any) -> _core.StoredTensor:
         entry = self._entries[index.fqn]
