@@ -489,9 +489,6 @@ def foresee_file(kinds: Sequence[FileKind], fqns: Sequence[str], kind_of: Sequen
     """The rank file that a writer would make of records with these keys and kinds, in this order. Writes nothing."""
 
 def digest(bytes: bytes, /) -> int: ...
-def start_write_back(descriptor: int, offset: int, num_bytes: int) -> None:
-    """Asks the system to begin with writing these bytes of an open file out. Only a hint."""
-
 def exchange_paths(first: bytes, second: bytes, /) -> None:
     """Two paths of one file system change places at once; an OSError where the file system cannot."""
 

@@ -46,7 +46,7 @@ from torchtitan_ext.ranks.exchange import check_usable
 from torchtitan_ext.storage.commit.staged_target import staged_target, take_place
 from torchtitan_ext.storage.formats.opened_safetensors import FileRange, OpenedSafetensors
 from torchtitan_ext.storage.formats.safetensors_files import lay_out
-from torchtitan_ext.storage.formats.sparse_files import make_file, sync_files, write_parts
+from torchtitan_ext.storage.formats.sparse_files import make_file, write_parts
 from torchtitan_ext.storage.raw_tensor import DTYPES, dtype_name
 from torchtitan_ext.storage.weights.layout import name_problems
 from torchtitan_ext.transfer.changes import Changes, HeldTensor, differing_versions
@@ -115,9 +115,7 @@ def save(
                 for part, begins in begins_of.items()
                 for begin, data in zip(begins, own[part].tensors, strict=True)
             ]
-            write_parts(written)
-            if written:
-                sync_files([staged])
+            write_parts(written, sync=True)
 
         phases.on_all(
             "prepare", lambda: None, doing="changes were planned; nothing was written", places=[place_of(path)]

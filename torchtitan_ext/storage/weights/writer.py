@@ -67,13 +67,6 @@ class StagedWeights:
     has_one_writer: bool
 
 
-@dataclass(frozen=True)
-class WrittenWeights:
-    """What one rank has written of tensors."""
-
-    num_bytes: int
-
-
 class SafetensorsWriter(StorageWriter):
     """Writes safetensors files for ``tte.save``, whatever the layout: no gather, no second pass.
 
@@ -182,7 +175,7 @@ class SafetensorsWriter(StorageWriter):
             raise WrongValueError("a SafetensorsWriter needs the metadata of all ranks: save with tte.save")
         forms, known = self._map.forms(self._metadata)
         self._check_numbers(forms)
-        weights = lay_out_weights(forms, self.max_file_bytes, self.file_numbers, self._tied)
+        files = lay_out_weights(forms, self.max_file_bytes, self.file_numbers, self._tied)
         target = Path(os.path.realpath(self.target))
         if target.exists() and not target.is_dir():
             raise FileExistsError(f"{target} is a file, expected a directory for the weights; give another path")
@@ -202,22 +195,22 @@ class SafetensorsWriter(StorageWriter):
             stage.mkdir()
             # A name that no rank has seen before: a network file system may show it files of another save.
             self._directory = stage / self.save_id
-            self._files = make_weights(weights, self._directory)
+            self._files = make_weights(files, self._directory)
             self._staged = staged.pop_all()
         has_one_writer = self.one_writer_per_file
         if has_one_writer is None:
             has_one_writer = _core.is_on_network(os.fsencode(self._directory))
         has_one_writer &= self.ranks is not None and self.ranks.size > 1
         if has_one_writer and self.ranks is not None:
-            _check_open_files(len(weights.files), self.ranks.size)
+            _check_open_files(len(files), self.ranks.size)
         directory = os.path.relpath(self._directory, target.parent)
-        data = StagedWeights(directory, len(weights.files), known, has_one_writer)
+        data = StagedWeights(directory, len(files), known, has_one_writer)
         return [dataclasses.replace(plan, storage_data=data) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         return finished(lambda: self._write(plan, planner))
 
-    def finish(self, metadata: Metadata, results: Sequence[WrittenWeights]) -> None:  # type: ignore[override]
+    def finish(self, metadata: Metadata, results: Sequence[int]) -> None:  # type: ignore[override]
         assert self._staged is not None, "finish without prepare_global_plan, please report"
         staged, self._staged = self._staged, None
         staged.close()
@@ -249,11 +242,12 @@ class SafetensorsWriter(StorageWriter):
             if missing:
                 raise refusal("save", [Problem("unsupported_tensor", fqn, detail) for fqn in missing])
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> WrittenWeights:
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> int:
+        """Returns the bytes of tensors that this rank has written."""
         staged: StagedWeights = plan.storage_data
         one_writer = self._one_writer_of(staged)
         if not plan.items and one_writer is None:
-            return WrittenWeights(0)
+            return 0
         places = self._map.places(plan.items, staged.known)
         paths = [self._directory_of(staged) / name for name in file_names(staged.num_files)]
         names = dict.fromkeys(part.fqn for parts in places.values() for part in parts)
@@ -283,7 +277,7 @@ class SafetensorsWriter(StorageWriter):
                     elif isinstance(planner, CountsRequests):
                         planner.expect_requests(-1)  # a transform drops it
                 boxes.write()
-            return WrittenWeights(boxes.num_bytes)
+            return boxes.num_bytes
 
     def refuse(self, plan: SavePlan) -> None:
         """This rank has failed before or in ``write_data``: the others do not wait for what it would send them."""
