@@ -27,7 +27,7 @@ from torchtitan_ext.storage.formats.safetensors_files import SafetensorsEntry
 from torchtitan_ext.storage.formats.sparse_files import sync_files
 from torchtitan_ext.storage.formats.weights_directory import refuse_irreplaceable, replace_weights
 from torchtitan_ext.storage.futures import finished
-from torchtitan_ext.storage.native.file_writer import WritesInPortions
+from torchtitan_ext.storage.native.file_writer import WritesInPortions, ask_nobody
 from torchtitan_ext.storage.native.shared_files import CountsRequests
 from torchtitan_ext.storage.progress import progress
 from torchtitan_ext.storage.weights.boxes import PlacedBoxes
@@ -119,13 +119,14 @@ class SafetensorsWriter(StorageWriter):
         self.max_file_bytes = max_file_bytes
         self.file_numbers = file_numbers
         self.one_writer_per_file = one_writer_per_file
-        self.weights_map = weights_map
+        self.has_transform = weights_map is not None
+        self._map = weights_map or SameTensors()
         self.sync = sync
         self.thread_count = thread_count
         self.save_id = ""
         self.rank = 0
         self.ranks: WriterRanks | None = None
-        self.confirm: Callable[[], None] = _ask_nobody
+        self.confirm: Callable[[], None] = ask_nobody
         self._is_coordinator = False
         self._planner: Any = None
         self._metadata: Metadata | None = None
@@ -136,7 +137,7 @@ class SafetensorsWriter(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         # The save belongs to the process that holds its lock.
-        return {**vars(self), "_staged": None, "_one_writer": None, "confirm": _ask_nobody}
+        return {**vars(self), "_staged": None, "_one_writer": None, "confirm": ask_nobody}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.abandon()
@@ -150,7 +151,7 @@ class SafetensorsWriter(StorageWriter):
         self.save_id = uuid.uuid4().hex
         self.rank = kwargs.get("rank") or 0
         self.ranks = None
-        self.confirm = _ask_nobody
+        self.confirm = ask_nobody
         self._is_coordinator = is_coordinator
         self._metadata = None
         self._one_writer = None
@@ -224,16 +225,12 @@ class SafetensorsWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         meta = WeightsMeta(checkpoint_id=self.path, save_id=self.save_id)
-        meta.has_transform = self.weights_map is not None
+        meta.has_transform = self.has_transform
         return meta
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return is_local(checkpoint_id)
-
-    @property
-    def _map(self) -> WeightsMap:
-        return SameTensors() if self.weights_map is None else self.weights_map
 
     def _check_numbers(self, forms: TensorForms) -> None:
         if self.file_numbers is not None:
@@ -335,7 +332,3 @@ def _check_open_files(num_files: int, num_ranks: int) -> None:
 
 def _order(place: tuple[Path, SafetensorsEntry] | None) -> tuple[str, int]:
     return ("", 0) if place is None else (place[0].name, place[1].begin)
-
-
-def _ask_nobody() -> None:
-    """Confirms a save of ``dcp.save``."""
