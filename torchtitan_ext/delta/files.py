@@ -44,7 +44,7 @@ from torchtitan_ext.layout.dtensor import as_bytes, local_view
 from torchtitan_ext.layout.layout import Box
 from torchtitan_ext.ranks.exchange import check_usable
 from torchtitan_ext.storage.commit.staged_target import staged_target, take_place
-from torchtitan_ext.storage.formats.opened_safetensors import FileRange, OpenedSafetensors
+from torchtitan_ext.storage.formats.opened_safetensors import OpenedSafetensors
 from torchtitan_ext.storage.formats.safetensors_files import lay_out
 from torchtitan_ext.storage.formats.sparse_files import make_file, write_parts
 from torchtitan_ext.storage.raw_tensor import DTYPES, dtype_name
@@ -226,12 +226,12 @@ def _part(file: OpenedSafetensors, fqn: str, number: int, total: TensorTotals) -
         entry = file.entries.get(name)
         if entry is None or entry.dtype != dtype or entry.sizes[1:] != sizes or len(entry.sizes) != 1 + len(sizes):
             raise DamagedCheckpointError(f"{file.path}: {name} is not what was written")
-        ranges.append(FileRange(entry.begin, entry.num_bytes))
+        ranges.append(entry)
     if box is None:
         return SavedPart(None, *ranges)
     if ranges[0].num_bytes != math.prod(box[1]) * DTYPES[total.dtype].itemsize:
         raise DamagedCheckpointError(f"{file.path}: {name} is not what was written")
-    nothing = FileRange(ranges[0].begin, 0)
+    nothing = ranges[0]._replace(num_bytes=0)
     return SavedPart(box, nothing, nothing, ranges[0])
 
 
