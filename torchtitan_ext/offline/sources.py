@@ -33,7 +33,7 @@ from torchtitan_ext.transforms.mapped import MappedMetadata
 from torchtitan_ext.transforms.rules import Transform
 
 
-def open_source(path: str | os.PathLike[str], *, weights_only: bool = True) -> FileSource:
+def open_source(path: str | os.PathLike[str], *, weights_only: bool = True) -> DcpSource | PlainFiles:
     """Opens a checkpoint of DCP, of ours, of Hugging Face's safetensors (a file or a directory), or of ``torch.save``.
 
     Args:

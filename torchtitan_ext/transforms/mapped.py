@@ -20,7 +20,6 @@ from torchtitan_ext.storage.metadata.saved_metadata import WORLD_KEY, recorded_p
 from torchtitan_ext.storage.raw_tensor import DTYPES, NAMES, dtype_name
 from torchtitan_ext.transforms.rules import Transform
 
-
 Source = tuple[str, str, tuple[int, ...]]
 """Name, dtype and shape of what a transform takes; no dtype of a value that is no tensor."""
 

@@ -15,6 +15,8 @@ from torchtitan_ext.storage.native.read_batch import Copy, OpenFiles, RecordFile
 from torchtitan_ext.storage.raw_tensor import DTYPES
 from torchtitan_ext.transforms.mapped import MappedMetadata
 
+_NOT_PLAIN = "it is a tensor subclass, quantised or sparse: a transform takes plain tensors; load it without"
+
 # Elements that cannot be read into place (turned, cast, scaled, of an accelerator) pass through buffers of this size.
 _BUFFER_BYTES = 8 << 20
 
@@ -118,16 +120,13 @@ class MappedReads:
         self.num_bytes_read += self.num_bytes
         self._forget()
 
-    def _add_parts(
-        self, fqn: str, offsets: tuple[int, ...], place: torch.Tensor, *, scales: bool = False
-    ) -> None:
+    def _add_parts(self, fqn: str, offsets: tuple[int, ...], place: torch.Tensor, *, scales: bool = False) -> None:
         parts = self._mapped.parts(fqn, offsets, tuple(place.shape), place.stride(), scales=scales)
         chunks = [self._mapped.chunk_of(part) for part in parts]
         records = self._source.find_records([index for index, _ in chunks])
         for part, (index, sizes), record in zip(parts, chunks, records, strict=True):
             if record.tensor is None:
-                reason = "it is a tensor subclass, quantised or sparse: a transform takes plain tensors; load it without"
-                raise CheckpointReadError(index.fqn, reason)
+                raise CheckpointReadError(index.fqn, _NOT_PLAIN)
             if DTYPES[record.tensor.dtype] != place.dtype or record.tensor.sizes != sizes:
                 raise DamagedCheckpointError(f"{record.file}: {index.fqn} is not of the dtype and shape in .metadata")
             self._add_part(part, record.file, part.stored(record.tensor), place)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +37,7 @@ from torchtitan_ext.storage.metadata.lazy_metadata import PROPERTIES
 from torchtitan_ext.storage.metadata.metadata_file import metadata_of
 from torchtitan_ext.storage.metadata.saved_metadata import SavedMetadata, read_index_beside, read_without_index
 from torchtitan_ext.storage.native.device_buckets import bucket_bytes_of
-from torchtitan_ext.storage.native.read_batch import Copy, OpenFiles, ReadBatch, add_box
+from torchtitan_ext.storage.native.read_batch import OpenFiles, ReadBatch, add_box
 from torchtitan_ext.storage.progress import progress
 from torchtitan_ext.storage.raw_tensor import DTYPES
 
@@ -51,11 +52,13 @@ class MetadataMark:
     """Names the metadata from which a rank made its plan; part of the plan.
 
     Attributes:
+        place: Where the files lie: ranks of one place must have opened the same. Empty: all ranks must.
         blocks: To the coordinator: the ledger of the blocks that this rank is going to read; empty if it does not know.
         part: From the coordinator: which of them this rank verifies; ``None``: all.
     """
 
     digest: str
+    place: tuple[str, ...] = ()
     blocks: bytes = b""
     part: Sequence[_core.BlockRange] | None = None
 
@@ -95,6 +98,7 @@ class FileReader(StorageReader):
         OSError: A file cannot be read.
     """
 
+    _of_different_saves = "ranks have read the metadata of different saves"
     _opened: OpenedCheckpoint | None
     _saved: SavedMetadata | None
     _mark: MetadataMark | None
@@ -173,8 +177,8 @@ class FileReader(StorageReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         marks = [plan.storage_data for plan in plans if isinstance(plan.storage_data, MetadataMark)]
-        if len({mark.digest for mark in marks}) > 1:
-            raise SavedOverError(str(self.path), "ranks have read the metadata of different saves")
+        if len({mark.place for mark in marks}) < len({(mark.place, mark.digest) for mark in marks}):
+            raise SavedOverError(str(self.path), self._of_different_saves)
         if len(marks) < len(plans) or not all(mark.blocks for mark in marks):
             return plans
         parts = _core.deal_blocks([mark.blocks for mark in marks])
@@ -241,24 +245,23 @@ class FileReader(StorageReader):
         pairs = zip(indices, infos, strict=True)
         return [sum_of(info.relative_path, info.offset, index.fqn) for index, info in pairs]
 
-    def read_boxes(self, boxes: Sequence[tuple[MetadataIndex, Sequence[int], torch.Tensor]]) -> None:
-        """Reads parts of chunks without a plan: each chunk, the part's offsets in it, and the CPU tensor to fill.
+    def read_box(self, index: MetadataIndex, offsets: Sequence[int], place: torch.Tensor) -> None:
+        """Fills a CPU tensor with the part of a chunk at these offsets, without a plan.
 
         Raises:
-            DamagedCheckpointError: Bytes differ from those that were written; or a chunk is no plain tensor of that
+            DamagedCheckpointError: Bytes differ from those that were written; or the chunk is no plain tensor of that
                 dtype.
             OSError: A file cannot be read.
         """
-        records = self.find_records([index for index, _, _ in boxes])
+        (record,) = self.find_records([index])
+        if record.tensor is None or DTYPES[record.tensor.dtype] != place.dtype:
+            raise DamagedCheckpointError(f"{self.path / record.file}: {index.fqn} is not saved as {place.dtype}")
         files = OpenFiles(self)
-        copies: list[Copy] = []
-        for record, (index, offsets, place) in zip(records, boxes, strict=True):
-            if record.tensor is None or DTYPES[record.tensor.dtype] != place.dtype:
-                raise DamagedCheckpointError(f"{self.path / record.file}: {index.fqn} is not saved as {place.dtype}")
-            copies += add_box(files.runs, files.number_of(record.file, files.read), record.tensor, offsets, place)
+        file = files.number_of(record.file, files.read)
+        copies = add_box(files.runs, file, record.tensor, offsets, place)
         files.read()
-        for place, values in copies:
-            place.copy_(values)
+        for target, values in copies:
+            target.copy_(values)
 
     def open_file(self, runs: _core.RunReader, name: str) -> int:
         """Adds a file with its checksums to a RunReader, and returns its number there.
@@ -316,10 +319,7 @@ class FileReader(StorageReader):
             DamagedCheckpointError: Blocks do not match their checksums.
             OSError: A file cannot be read.
         """
-        by_file: dict[str, list[_core.BlockRange]] = {}
-        for one in ranges:
-            by_file.setdefault(one.file, []).append(one)
-        for name, of_file in by_file.items():
+        for name, of_file in groupby(ranges, key=lambda one: one.file):
             runs = _core.RunReader()
             file = self.open_file(runs, name)
             for one in of_file:
@@ -346,18 +346,14 @@ class FileReader(StorageReader):
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         records = self._records_of(plan.items)
-        with progress(
-            "load, rank 0",
-            is_coordinator=self._is_coordinator,
-            total_bytes=lambda: _wanted_bytes(records),
-            in_logs=False,
-        ) as advance:
+        total = functools.partial(_wanted_bytes, records)
+        with progress("load, rank 0", is_coordinator=self._is_coordinator, total_bytes=total, in_logs=False) as advance:
 
             def count(num_bytes: int) -> None:
                 self.num_bytes_read += num_bytes
                 advance(num_bytes)
 
-            batch = ReadBatch(planner, self, count, lambda: bucket_bytes_of(_wanted_bytes(records)))
+            batch = ReadBatch(planner, self, count, lambda: bucket_bytes_of(total()))
             for item, record in records:
                 batch.add(item, record)
                 if batch.num_bytes >= BATCH_BYTES:
