@@ -290,8 +290,8 @@ std::optional<size_t> found(uint32_t number) {
 std::vector<ChunkSummary> describe_chunks(const MetadataColumns& columns, const py::str& fqn) {
   std::vector<ChunkSummary> rows;
   const auto add = [&](uint32_t name, uint32_t offsets, py::object sizes) {
-    ChunkSummary& row = rows.emplace_back(ChunkSummary{to_offsets(columns, offsets), std::move(sizes), py::none(),
-                                                       py::none(), py::none()});
+    ChunkSummary& row = rows.emplace_back(
+        ChunkSummary{to_offsets(columns, offsets), std::move(sizes), py::none(), py::none(), py::none()});
     const std::optional<size_t> number = found(columns.find_part(name, offsets));
     if (!number) return;
     const SavedPart& part = columns.parts()[*number];
