@@ -119,6 +119,8 @@ class MetadataColumns:
         """``None`` for a value that is no tensor."""
     def chunk_list(self, number: int, /) -> list[tuple[_Sizes, _Sizes]]: ...
     def describe_keys(self) -> list[KeySummary]: ...
+    def describe_chunks(self, fqn: str) -> list[ChunkSummary]:
+        """The chunks of a tensor, or the one place of a value."""
     def describe_files(self) -> list[FileSummary]: ...
     def cover_defects(self) -> list[UncoveredKey]:
         """The keys whose chunks do not hold every element of the tensor exactly once."""
@@ -174,13 +176,45 @@ class SavedParts:
         """Dtype and sizes of a part's chunk, as the metadata describes it; ``None`` if it describes no such chunk."""
 
 class KeySummary:
-    """A key with the bytes of all its records; dtype and sizes are ``None`` for a value that is no tensor."""
+    """One key of a checkpoint.
+
+    Attributes:
+        dtype: The name in torch, without the module; ``None`` for a value that is no tensor.
+        sizes: Global sizes; ``None`` for a value that is no tensor.
+        num_bytes: Size of the elements, or of the records of a value or a dtype that is no plain memory; 0 for a value
+            without a record of its own.
+        num_chunks: Number of records that hold the key.
+    """
 
     fqn: str
     dtype: str | None
     sizes: _Sizes | None
-    num_chunks: int
     num_bytes: int
+    num_chunks: int
+    def __init__(self, fqn: str, dtype: str | None, sizes: _Sizes | None, num_bytes: int, num_chunks: int) -> None: ...
+
+class ChunkSummary:
+    """Where one chunk of a key lies.
+
+    Attributes:
+        offsets: Offsets of the first element in the tensor; like ``sizes`` ``None`` for a value that is no tensor.
+        file: Path relative to the checkpoint; ``None`` if the metadata names no file.
+        offset: Byte of the file at which the record begins; ``None`` if unknown.
+    """
+
+    offsets: _Sizes | None
+    sizes: _Sizes | None
+    file: str | None
+    offset: int | None
+    num_bytes: int | None
+    def __init__(
+        self,
+        offsets: _Sizes | None,
+        sizes: _Sizes | None,
+        file: str | None,
+        offset: int | None,
+        num_bytes: int | None,
+    ) -> None: ...
 
 class FileSummary:
     """A data file: its records, their bytes, and the byte at which the last one ends."""
@@ -489,9 +523,6 @@ def foresee_file(kinds: Sequence[FileKind], fqns: Sequence[str], kind_of: Sequen
     """The rank file that a writer would make of records with these keys and kinds, in this order. Writes nothing."""
 
 def digest(bytes: bytes, /) -> int: ...
-def start_write_back(descriptor: int, offset: int, num_bytes: int) -> None:
-    """Asks the system to begin with writing these bytes of an open file out. Only a hint."""
-
 def exchange_paths(first: bytes, second: bytes, /) -> None:
     """Two paths of one file system change places at once; an OSError where the file system cannot."""
 

@@ -16,6 +16,7 @@
 #include "core/check.h"
 #include "core/metadata_pickle.h"
 #include "core/metadata_summary.h"
+#include "storage/element_types.h"
 #include "storage/metadata_tables.h"
 
 namespace py = pybind11;
@@ -59,7 +60,11 @@ struct Part {
 struct KeySummary {
   py::str fqn;
   py::object dtype, sizes;
-  int64_t num_chunks, num_bytes;
+  int64_t num_bytes, num_chunks;
+};
+
+struct ChunkSummary {
+  py::object offsets, sizes, file, offset, num_bytes;
 };
 
 struct FileSummary {
@@ -228,11 +233,15 @@ std::vector<KeySummary> describe_keys(const MetadataColumns& columns) {
     const SavedKey& key = columns.keys()[number];
     const auto [num_parts, num_bytes, end] = sums[number];
     KeySummary& row =
-        rows.emplace_back(KeySummary{to_str(columns.names[key.fqn]), py::none(), py::none(), num_parts, num_bytes});
+        rows.emplace_back(KeySummary{to_str(columns.names[key.fqn]), py::none(), py::none(), num_bytes, num_parts});
     if (!key.is_tensor) continue;
     row.dtype = shared(dtypes, key.dtype, [&] { return to_str(columns.names[key.dtype]); });
     row.sizes = shared(sizes, key.sizes, [&] { return to_tuple(columns.sizes[key.sizes]); });
     row.num_chunks = static_cast<int64_t>(columns.chunk_lists()[key.chunk_list].size());
+    const storage::ElementType* type = storage::find_element_type(columns.names[key.dtype]);
+    if (type == nullptr) continue;
+    row.num_bytes = type->item_bytes;
+    for (const int64_t size : columns.sizes[key.sizes]) row.num_bytes = storage::capped_mul(row.num_bytes, size);
   }
   return rows;
 }
@@ -275,6 +284,30 @@ py::bytes paths_of_parts(const MetadataColumns& columns, size_t number) {
 
 std::optional<size_t> found(uint32_t number) {
   return number == HashedNumbers::kNone ? std::nullopt : std::optional<size_t>(number);
+}
+
+// The chunks of a tensor, or the one place of a value.
+std::vector<ChunkSummary> describe_chunks(const MetadataColumns& columns, const py::str& fqn) {
+  std::vector<ChunkSummary> rows;
+  const auto add = [&](uint32_t name, uint32_t offsets, py::object sizes) {
+    ChunkSummary& row = rows.emplace_back(
+        ChunkSummary{to_offsets(columns, offsets), std::move(sizes), py::none(), py::none(), py::none()});
+    const std::optional<size_t> number = found(columns.find_part(name, offsets));
+    if (!number) return;
+    const SavedPart& part = columns.parts()[*number];
+    row.file = to_str(columns.names[part.path]);
+    row.offset = py::int_(part.offset_bytes);
+    row.num_bytes = py::int_(part.length_bytes);
+  };
+  const SavedKey& key = at(columns.keys(), columns.find_key(to_utf8(fqn)));
+  if (!key.is_tensor) {
+    add(key.fqn, SavedPart::kNone, py::none());
+    return rows;
+  }
+  for (const SavedChunk& chunk : columns.chunk_lists()[key.chunk_list]) {
+    add(key.fqn, chunk.offsets, to_tuple(columns.sizes[chunk.sizes]));
+  }
+  return rows;
 }
 
 // SavedParts with the columns that it looks at.
@@ -403,11 +436,21 @@ void define_rows(py::module_& module) {
       .def_readonly("num_bytes", &Part::num_bytes)
       .def_readonly("transforms", &Part::transforms);
   py::class_<KeySummary>(module, "KeySummary")
+      .def(py::init<py::str, py::object, py::object, int64_t, int64_t>(), py::arg("fqn"), py::arg("dtype"),
+           py::arg("sizes"), py::arg("num_bytes"), py::arg("num_chunks"))
       .def_readonly("fqn", &KeySummary::fqn)
       .def_readonly("dtype", &KeySummary::dtype)
       .def_readonly("sizes", &KeySummary::sizes)
       .def_readonly("num_chunks", &KeySummary::num_chunks)
       .def_readonly("num_bytes", &KeySummary::num_bytes);
+  py::class_<ChunkSummary>(module, "ChunkSummary")
+      .def(py::init<py::object, py::object, py::object, py::object, py::object>(), py::arg("offsets"), py::arg("sizes"),
+           py::arg("file"), py::arg("offset"), py::arg("num_bytes"))
+      .def_readonly("offsets", &ChunkSummary::offsets)
+      .def_readonly("sizes", &ChunkSummary::sizes)
+      .def_readonly("file", &ChunkSummary::file)
+      .def_readonly("offset", &ChunkSummary::offset)
+      .def_readonly("num_bytes", &ChunkSummary::num_bytes);
   py::class_<FileSummary>(module, "FileSummary")
       .def_readonly("path", &FileSummary::path)
       .def_readonly("num_parts", &FileSummary::num_parts)
@@ -443,6 +486,7 @@ void define_metadata(py::module_& module) {
       .def("key", &key_at)
       .def("chunk_list", &chunk_list_at)
       .def("describe_keys", &describe_keys)
+      .def("describe_chunks", &describe_chunks, py::arg("fqn"))
       .def("describe_files", &describe_files)
       .def("unplaced_chunks", &unplaced_chunks, py::arg("limit"))
       .def("cover_defects", &cover_defects)

@@ -597,8 +597,6 @@ void define_storage(py::module_& module) {
   module.def("share_file", &share_file_py, py::arg("file"), py::arg("save_id"), py::arg("name"), py::arg("records"));
   module.def("join_shared", &join_shared, py::arg("files"));
   module.def("find_footer", &find_footer_py, py::arg("path"), py::arg("name"), py::arg("descriptor"));
-  module.def("start_write_back", &start_write_back, py::arg("descriptor"), py::arg("offset"), py::arg("num_bytes"),
-             Unlocked());
   module.def("exchange_paths", &exchange_paths, Unlocked());
   module.def("is_on_fuse", &is_on_fuse, Unlocked());
   module.def("is_on_network", &is_on_network, Unlocked());

@@ -120,7 +120,12 @@ void File::reserve(int64_t offset, int64_t num_bytes) const {
 }
 
 void File::start_write_back(int64_t offset, int64_t num_bytes) const {
-  storage::start_write_back(descriptor_, offset, num_bytes);
+#ifdef SYNC_FILE_RANGE_WRITE
+  ::sync_file_range(descriptor_, offset, num_bytes, SYNC_FILE_RANGE_WRITE);
+#else
+  (void)offset;
+  (void)num_bytes;
+#endif
 }
 
 void File::sync() const {
@@ -132,16 +137,6 @@ void File::sync() const {
 void File::close() {
   // Linux closes the descriptor whatever it answers, EINTR too.
   if (::close(std::exchange(descriptor_, -1)) != 0 && errno != EINTR) throw_errno(path_, "cannot close the file");
-}
-
-void start_write_back(int descriptor, int64_t offset, int64_t num_bytes) {
-#ifdef SYNC_FILE_RANGE_WRITE
-  ::sync_file_range(descriptor, offset, num_bytes, SYNC_FILE_RANGE_WRITE);
-#else
-  (void)descriptor;
-  (void)offset;
-  (void)num_bytes;
-#endif
 }
 
 void exchange_paths(const std::string& first, const std::string& second) {

@@ -35,7 +35,7 @@ class File {
   // Reserves room for bytes that are written next, so that the file system finds it in one piece. Only a hint: a full
   // disk shows when they are written.
   void reserve(int64_t offset, int64_t num_bytes) const;
-  // As start_write_back below.
+  // Asks the system to begin with writing these bytes out. Only a hint: errors show in sync().
   void start_write_back(int64_t offset, int64_t num_bytes) const;
   void sync() const;
   // Errors of writes may show only here.
@@ -50,9 +50,6 @@ class File {
   std::string path_;
   int descriptor_;
 };
-
-// Asks the system to begin with writing these bytes of an open file out. Only a hint: errors show when it is synced.
-void start_write_back(int descriptor, int64_t offset, int64_t num_bytes);
 
 // Two paths of one file system change places, at once (RENAME_EXCHANGE). An IoError with EINVAL, ENOSYS or EOPNOTSUPP
 // where the file system cannot.

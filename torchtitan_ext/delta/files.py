@@ -44,9 +44,9 @@ from torchtitan_ext.layout.dtensor import as_bytes, local_view
 from torchtitan_ext.layout.layout import Box
 from torchtitan_ext.ranks.exchange import check_usable
 from torchtitan_ext.storage.commit.staged_target import staged_target, take_place
-from torchtitan_ext.storage.formats.opened_safetensors import FileRange, OpenedSafetensors
+from torchtitan_ext.storage.formats.opened_safetensors import OpenedSafetensors
 from torchtitan_ext.storage.formats.safetensors_files import lay_out
-from torchtitan_ext.storage.formats.sparse_files import make_file, sync_files, write_parts
+from torchtitan_ext.storage.formats.sparse_files import make_file, write_parts
 from torchtitan_ext.storage.raw_tensor import DTYPES, dtype_name
 from torchtitan_ext.storage.weights.layout import name_problems
 from torchtitan_ext.transfer.changes import Changes, HeldTensor, differing_versions
@@ -115,9 +115,7 @@ def save(
                 for part, begins in begins_of.items()
                 for begin, data in zip(begins, own[part].tensors, strict=True)
             ]
-            write_parts(written)
-            if written:
-                sync_files([staged])
+            write_parts(written, sync=True)
 
         phases.on_all(
             "prepare", lambda: None, doing="changes were planned; nothing was written", places=[place_of(path)]
@@ -228,12 +226,12 @@ def _part(file: OpenedSafetensors, fqn: str, number: int, total: TensorTotals) -
         entry = file.entries.get(name)
         if entry is None or entry.dtype != dtype or entry.sizes[1:] != sizes or len(entry.sizes) != 1 + len(sizes):
             raise DamagedCheckpointError(f"{file.path}: {name} is not what was written")
-        ranges.append(FileRange(entry.begin, entry.num_bytes))
+        ranges.append(entry)
     if box is None:
         return SavedPart(None, *ranges)
     if ranges[0].num_bytes != math.prod(box[1]) * DTYPES[total.dtype].itemsize:
         raise DamagedCheckpointError(f"{file.path}: {name} is not what was written")
-    nothing = FileRange(ranges[0].begin, 0)
+    nothing = ranges[0]._replace(num_bytes=0)
     return SavedPart(box, nothing, nothing, ranges[0])
 
 

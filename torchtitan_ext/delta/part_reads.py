@@ -18,7 +18,7 @@ from torchtitan_ext.delta.kept import positions_of
 from torchtitan_ext.delta.saved_changes import BLOCK_POSITIONS, SavedChanges, SavedPart
 from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.state.value_digest import sum_box
-from torchtitan_ext.storage.formats.opened_safetensors import FileRange
+from torchtitan_ext.storage.formats.safetensors_files import SafetensorsEntry
 from torchtitan_ext.storage.raw_tensor import DTYPES
 
 
@@ -105,7 +105,7 @@ def read_tensor(changes: SavedChanges, fqn: str) -> Listed:
 
 def _window(
     changes: SavedChanges, wanted: ListedPart, data: npt.NDArray[np.uint8]
-) -> tuple[npt.NDArray[np.int32], FileRange, FileRange]:
+) -> tuple[npt.NDArray[np.int32], SafetensorsEntry, SafetensorsEntry]:
     """The wanted blocks of a part, and where their offsets and values lie in the file."""
     part, item_bytes = wanted.part, DTYPES[changes.totals[wanted.fqn].dtype].itemsize
     pairs = data.view(np.int32).reshape(-1, 2)
@@ -125,5 +125,5 @@ def _window(
     )
 
 
-def _cut(whole: FileRange, begin: np.int64, end: np.int64) -> FileRange:
-    return FileRange(whole.begin + int(begin), int(end - begin))
+def _cut(whole: SafetensorsEntry, begin: np.int64, end: np.int64) -> SafetensorsEntry:
+    return whole._replace(begin=whole.begin + int(begin), num_bytes=int(end - begin))

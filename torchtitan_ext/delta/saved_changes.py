@@ -24,7 +24,8 @@ from typing import Any
 
 from torchtitan_ext._core import add_sums
 from torchtitan_ext.layout.layout import Box
-from torchtitan_ext.storage.formats.opened_safetensors import FileRange, OpenedSafetensors
+from torchtitan_ext.storage.formats.opened_safetensors import OpenedSafetensors
+from torchtitan_ext.storage.formats.safetensors_files import SafetensorsEntry
 from torchtitan_ext.storage.raw_tensor import DTYPES
 
 NOTE = "torchtitan_ext.delta"
@@ -68,9 +69,9 @@ class SavedPart:
     """Where new elements of a tensor lie in the file: those of a box, or at positions where ``box`` is ``None``."""
 
     box: Box | None
-    blocks: FileRange
-    offsets: FileRange
-    values: FileRange
+    blocks: SafetensorsEntry
+    offsets: SafetensorsEntry
+    values: SafetensorsEntry
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,13 @@ def may_overlap_itself(tensor: torch.Tensor) -> bool:
     return _core.may_overlap_itself(local.shape, local.stride())
 
 
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether each element of a tensor lies in a place of its own, as it is: in no subclass, no lazy view, strided."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        return False
+    return not may_overlap_itself(tensor)
+
+
 def local_view(local: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
     """A box of a local tensor, as a view; most often the box is the whole tensor."""
     for dim, (offset, size, whole) in enumerate(zip(offsets, sizes, local.shape, strict=True)):

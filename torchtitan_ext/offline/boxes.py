@@ -22,7 +22,7 @@ from torchtitan_ext.offline.sources import FileSource, MappedFiles, read_record
 from torchtitan_ext.state.host_copies import aligned
 from torchtitan_ext.state.plain_value import read_value
 from torchtitan_ext.storage.checkpoint_files import Record
-from torchtitan_ext.storage.native.read_batch import Copy, add_box
+from torchtitan_ext.storage.native.read_batch import Copy, OpenFiles, add_box
 from torchtitan_ext.storage.raw_tensor import DTYPES, NAMES
 from torchtitan_ext.transfer.changes import HeldTensor
 from torchtitan_ext.transforms.mapped_reads import MappedReads
@@ -31,9 +31,6 @@ _Target = TypeVar("_Target")
 
 # One call of the reader takes a batch of small pieces. Larger batches are no faster.
 _MAX_BATCH_PIECES = 4096
-
-# Files stay open from one call to the next: opening a file again reads the checksums of all its blocks again.
-_MAX_OPEN_FILES = 128
 
 
 @dataclass(frozen=True)
@@ -122,13 +119,17 @@ class BoxReader:
 
     Args:
         chunks: The chunk lists that another reader of the same source has indexed already.
+
+    Attributes:
+        files: What reads the files, without the transform of a source.
     """
 
     def __init__(self, source: FileSource, chunks: SavedChunks | None = None) -> None:
         self.source = source
+        self.files = source.source if isinstance(source, MappedFiles) else source
         self._chunks = SavedChunks() if chunks is None else chunks
-        self._mapped_reads = MappedReads(source.mapped, source.source) if isinstance(source, MappedFiles) else None
-        self._close()
+        self._mapped_reads = MappedReads(source.mapped, self.files) if isinstance(source, MappedFiles) else None
+        self._open = OpenFiles(self.files)
 
     def another(self) -> BoxReader:
         """A reader of the same source, for another thread."""
@@ -165,29 +166,21 @@ class BoxReader:
             self._read_mapped(pieces, places, self._mapped_reads)
             return
         parts = [part for piece, place in zip(pieces, places, strict=True) for part in self._parts_of(piece, place)]
-        records = self.source.find_records([index for index, _, _ in parts])
+        records = self.files.find_records([index for index, _, _ in parts])
         later: list[Copy] = []
         casts: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        try:
+        with self._open.forgotten_on_error():
             for (index, offsets, target), record in zip(parts, records, strict=True):
                 if record.tensor is None:
                     later.append((target, self._box_of_record(index, offsets, target)))
                     continue
-                if record.file not in self._files:
-                    self._files[record.file] = self.source.open_file(self._runs, record.file)
                 place, saved = target, DTYPES[record.tensor.dtype]  # as ``records_of`` has checked
                 if saved != place.dtype:
                     place = torch.empty(place.shape, dtype=saved, device="cpu")
                     casts.append((index.fqn, target, place))
-                later += add_box(self._runs, self._files[record.file], record.tensor, offsets, place)
-            self.source.read_runs(self._runs, list(self._files))
-        except BaseException as error:
-            self._close()  # the next call must not read what this one has added
-            if isinstance(error, (_core.FormatError, UnicodeDecodeError)):
-                raise DamagedCheckpointError(str(error)) from None
-            raise
-        if len(self._files) > _MAX_OPEN_FILES:
-            self._close()
+                file = self._open.number_of(record.file, self._open.read)
+                later += add_box(self._open.runs, file, record.tensor, offsets, place)
+            self._open.read()
         for place, values in later:
             place.copy_(values)
         for cast in casts:
@@ -219,10 +212,6 @@ class BoxReader:
         for cast in casts:
             _cast(*cast)
 
-    def _close(self) -> None:
-        self._runs = _core.RunReader()
-        self._files: dict[str, int] = {}
-
     def _entry(self, fqn: str) -> TensorStorageMetadata:
         entry = self.source.metadata.state_dict_metadata[fqn]
         assert isinstance(entry, TensorStorageMetadata), f"{fqn} is no tensor, please report"
@@ -239,7 +228,7 @@ class BoxReader:
     def _box_of_record(self, index: MetadataIndex, offsets: tuple[int, ...], place: torch.Tensor) -> torch.Tensor:
         """The box of a record that is no plain memory (a subclass, quantised, sparse), as dense values."""
         try:
-            value = read_value(io.BytesIO(read_record(self.source, index).numpy().data), weights_only=True)
+            value = read_value(io.BytesIO(read_record(self.files, index).numpy().data), weights_only=True)
         except ValueError as error:
             raise CheckpointReadError(index.fqn, str(error)) from None
         return local_view(dense_values(value), offsets, place.shape)

@@ -136,7 +136,7 @@ class SelectedKeys:
     def divide(self, max_bytes: int, num_processes: int | None) -> Shares:
         """Shares the copy between processes that hold at most ``max_bytes`` together."""
         shares = divide(room_for_casts(max_bytes, self.cast.values(), self.dtype), num_processes)
-        self.source.thread_count = shares.num_threads
+        self.reader.files.thread_count = shares.num_threads
         return shares
 
 

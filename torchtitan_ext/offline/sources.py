@@ -27,12 +27,13 @@ from torchtitan_ext.storage.formats.plain_files import PlainFiles
 from torchtitan_ext.storage.formats.safetensors_files import find_safetensors
 from torchtitan_ext.storage.formats.torch_files import read_torch_file
 from torchtitan_ext.storage.native.file_reader import FileReader
+from torchtitan_ext.storage.native.read_batch import OpenFiles, RecordFiles
 from torchtitan_ext.storage.raw_tensor import NAMES
 from torchtitan_ext.transforms.mapped import MappedMetadata
 from torchtitan_ext.transforms.rules import Transform
 
 
-def open_source(path: str | os.PathLike[str], *, weights_only: bool = True) -> FileSource:
+def open_source(path: str | os.PathLike[str], *, weights_only: bool = True) -> DcpSource | PlainFiles:
     """Opens a checkpoint of DCP, of ours, of Hugging Face's safetensors (a file or a directory), or of ``torch.save``.
 
     Args:
@@ -128,14 +129,6 @@ class MappedFiles:
         self.mapped = MappedMetadata(transform, source.metadata, operation="transform")
         self.metadata = self.mapped.metadata
 
-    @property
-    def thread_count(self) -> int | None:
-        return self.source.thread_count
-
-    @thread_count.setter
-    def thread_count(self, count: int | None) -> None:
-        self.source.thread_count = count
-
     def check_files(self, fqns: Iterable[str]) -> None:
         self.source.check_files(dict.fromkeys(name for fqn in fqns for name in self.mapped.source_names(fqn)))
 
@@ -151,12 +144,6 @@ class MappedFiles:
             found.append(Record(self.path.name, 0, 0, tensor))
         return found
 
-    def open_file(self, runs: _core.RunReader, name: str) -> int:
-        return self.source.open_file(runs, name)
-
-    def read_runs(self, runs: _core.RunReader, names: list[str]) -> None:
-        self.source.read_runs(runs, names)
-
     def read_value(self, fqn: str) -> Any:
         return self.source.read_value(self.mapped.value_name(fqn))
 
@@ -168,18 +155,16 @@ FileSource = DcpSource | PlainFiles | MappedFiles
 """A checkpoint of any format whose files are read directly."""
 
 
-def read_record(source: FileSource, index: MetadataIndex) -> torch.Tensor:
+def read_record(source: RecordFiles, index: MetadataIndex) -> torch.Tensor:
     """The bytes of a whole record, as ``torch.save`` wrote it; 1-D uint8."""
     (record,) = source.find_records([index])
-    runs = _core.RunReader()
-    try:
-        file = source.open_file(runs, record.file)
-        runs.check_bytes(file, record.offset, record.num_bytes)
+    files = OpenFiles(source)
+    with files.forgotten_on_error():
+        file = files.number_of(record.file, files.read)
+        files.runs.check_bytes(file, record.offset, record.num_bytes)
         content = torch.empty(record.num_bytes, dtype=torch.uint8, device="cpu")
-        runs.add_bytes(file, record.offset, record.num_bytes, content.data_ptr())
-        source.read_runs(runs, [record.file])
-    except (_core.FormatError, UnicodeDecodeError) as error:
-        raise DamagedCheckpointError(str(error)) from None
+        files.runs.add_bytes(file, record.offset, record.num_bytes, content.data_ptr())
+        files.read()
     return content
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -83,12 +84,12 @@ class ChangesExchange:
         self._headers_out, self._data_out = _packed(self._rows_out, self.changes)
         width = len(_Header._fields)
         numbers = torch.tensor(self._headers_out, dtype=torch.int64, device="cpu").reshape(-1)
-        self._next = self._flat(numbers, [width] * len(self._rows_out), [width] * len(self._rows_in))
+        self._prepare_flat(numbers, [width] * len(self._rows_out), [width] * len(self._rows_in))
 
     def exchange_headers(self) -> None:
         """Collective."""
-        self._exchange(self._next)
-        received = self._next.targets[0].cpu().view(-1, len(_Header._fields))
+        self._exchange()
+        received = self._received.cpu().view(-1, len(_Header._fields))
         self._headers_in = [_Header(*row) for row in received.tolist()]
         self._sizes_in = [
             header.num_bytes(self.targets[row.tensor].itemsize)
@@ -97,12 +98,12 @@ class ChangesExchange:
         sizes_out = [len(part) for part in self._data_out]
         data = torch.empty(sum(sizes_out), dtype=torch.uint8, device="cpu")
         data.numpy()[:] = np.frombuffer(b"".join(self._data_out), dtype=np.uint8)
-        self._next = self._flat(data, sizes_out, self._sizes_in)
+        self._prepare_flat(data, sizes_out, self._sizes_in)
 
     def exchange_changes(self) -> None:
         """Collective. The targets stay as they are."""
-        self._exchange(self._next)
-        received = self._next.targets[0].cpu().numpy()
+        self._exchange()
+        received = self._received.cpu().numpy()
         items = [self.targets[row.tensor].itemsize for row in self._rows_in]
         self._counts = [max(0, header.num_changed) for header in self._headers_in]
         offsets = ops.change_offsets(items, self._counts)
@@ -120,7 +121,7 @@ class ChangesExchange:
             table_of(row for row, header in zip(rows, headers, strict=True) if header.num_changed == _WHOLE)
             for rows, headers in ((self._rows_out, self._headers_out), (self._rows_in, self._headers_in))
         )
-        self._next = _Exchange(self._whole_sources(), self.targets, sends, receives)
+        self._prepare(self._whole_sources(), self.targets, sends, receives)
 
     def tensors_of_other_base(self) -> list[int]:
         """The tensors of this rank's target whose changed elements are not those that the changes replace."""
@@ -135,7 +136,7 @@ class ChangesExchange:
 
     def exchange_whole(self) -> None:
         """Collective: boxes that go whole, from the sources into the targets."""
-        self._exchange(self._next)
+        self._exchange()
 
     def apply(self) -> None:
         """Writes the changed elements into the targets. Not collective."""
@@ -170,32 +171,18 @@ class ChangesExchange:
     def _parts_in(self) -> list[Tensor]:
         return [part_of(self.targets[row.tensor].detach(), row) for row in self._rows_in]
 
-    def _flat(self, flat: Tensor, sizes_out: Sequence[int], sizes_in: Sequence[int]) -> _Exchange:
-        """Of consecutive parts of a flat tensor, one per row."""
+    def _prepare_flat(self, flat: Tensor, sizes_out: Sequence[int], sizes_in: Sequence[int]) -> None:
+        """The next exchange is of consecutive parts of a flat tensor, one per row; ``_received`` gets what comes."""
         device = next((tensor.device for tensor in (*self.sources, *self.targets)), torch.device("cpu"))
-        target = torch.empty(sum(sizes_in), dtype=flat.dtype, device=device)
+        self._received = torch.empty(sum(sizes_in), dtype=flat.dtype, device=device)
         sends, receives = _flat_table(self._rows_out, sizes_out), _flat_table(self._rows_in, sizes_in)
-        return _Exchange([flat.to(device)], [target], sends, receives)
+        self._prepare([flat.to(device)], [self._received], sends, receives)
 
-    def _exchange(self, exchange: _Exchange) -> None:
-        self.transport.exchange(
-            exchange.sources,
-            exchange.targets,
-            exchange.sends,
-            exchange.receives,
-            number=0,
-            timeout_seconds=self.timeout_seconds,
+    def _prepare(self, sources: list[Tensor], targets: list[Tensor], sends: Tensor, receives: Tensor) -> None:
+        seconds = self.timeout_seconds
+        self._exchange = partial(
+            self.transport.exchange, sources, targets, sends, receives, number=0, timeout_seconds=seconds
         )
-
-
-@dataclass(frozen=True)
-class _Exchange:
-    """What one exchange takes, as ``Transport.exchange``."""
-
-    sources: list[Tensor]
-    targets: list[Tensor]
-    sends: Tensor
-    receives: Tensor
 
 
 def _packed(rows: Sequence[Row], changes: Changes | None) -> tuple[list[_Header], list[bytes]]:

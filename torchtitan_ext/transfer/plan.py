@@ -120,9 +120,9 @@ class TransferPlan:
         run = _Run(version, verify, changes)
         with transfer_phases(self._group, self._timeout_seconds, self._operation) as phases:
             found = phases.on_all("agree", lambda: self._offer(run), doing="ranks agreed on a transfer")
-            with_changes = any(offer.changes.versions is not None for offer in found)
+            with_changes = any(offer.versions is not None for offer in found)
             problems = [problem for offer in found for problem in offer.problems]
-            problems += _differing(found) or changes_problems([offer.changes for offer in found])
+            problems += _differing(found) or changes_problems(found)
             given = {rank: offer.version for rank, offer in enumerate(found) if offer.version is not None}
             problems = problems or differing(
                 "version", list(given.values()), ranks=list(given), advice="give one number, or none on some ranks"
@@ -202,12 +202,10 @@ class TransferPlan:
             verify=run.verify,
             objects={} if problems else objects,
             problems=tuple(problems),
-            changes=OfferedChanges(
-                versions=None if run.changes is None else (run.changes.base_version, run.changes.version),
-                has_source=len(self._source.tensors) > 0,
-                has_target=len(self._target.tensors) > 0,
-                target_version=self.version,
-            ),
+            versions=None if run.changes is None else (run.changes.base_version, run.changes.version),
+            has_source=len(self._source.tensors) > 0,
+            has_target=len(self._target.tensors) > 0,
+            target_version=self.version,
             is_memory=self._source.is_memory and self._target.is_memory,
         )
 
@@ -312,10 +310,6 @@ class TransferPlan:
         return unproved
 
 
-def _nothing() -> None:
-    """Nothing is prepared yet."""
-
-
 @dataclass
 class _Run:
     """The arguments of one run, and what this rank has prepared for it.
@@ -333,12 +327,12 @@ class _Run:
     sources: list[torch.Tensor] = field(default_factory=list)
     targets: list[torch.Tensor] = field(default_factory=list)
     is_memory: bool = True
-    finish: Callable[[], None] = _nothing
+    finish: Callable[[], None] = lambda: None
     objects: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class _Offer:
+class _Offer(OfferedChanges):
     """What a rank tells the others before a run."""
 
     plan: int
@@ -346,7 +340,6 @@ class _Offer:
     verify: bool
     objects: Mapping[str, Any]
     problems: tuple[Problem, ...]
-    changes: OfferedChanges
     is_memory: bool
 
 

@@ -6,6 +6,7 @@ import pickle
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from torchtitan_ext.checkpoint.tables.agreement import Agreement, agree, dtype_n
 from torchtitan_ext.checkpoint.tables.key_table import RankTable, number_hosts, pack, unpack
 from torchtitan_ext.errors import Problem, differing, refusal
 from torchtitan_ext.errors.near_names import nearest_name
-from torchtitan_ext.transfer.copies import Replicas, later_copies
+from torchtitan_ext.transfer.copies import later_copies
 
 # Ranks are told who sends how much to whom up to this many ranks; beyond it the table grows with their square.
 _MAX_RANKS_TOLD = 64
@@ -24,16 +25,17 @@ _MAX_RANKS_TOLD = 64
 
 @dataclass(frozen=True)
 class Offer:
-    """What one rank tells the coordinator: the tables of both sides, what is wrong with them, and its arguments."""
+    """What one rank tells the coordinator: the tables of both sides, what is wrong with them, and its arguments.
+
+    Attributes:
+        arguments: What all ranks must give alike, by name.
+    """
 
     source: RankTable
     target: RankTable
     host: bytes
     problems: tuple[Problem, ...]
-    cast: CastPolicy
-    bucket_bytes: int
-    replicas: Replicas
-    rename: Mapping[str, str]
+    arguments: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,11 @@ def plan_for_all(offers: Sequence[Offer]) -> list[RankPart]:
     source = agree([offer.source for offer in offers], needs_all_ranks=True)
     target = agree([offer.target for offer in offers], needs_all_ranks=False)
     problems = [*source.problems, *target.problems, *(problem for offer in offers for problem in offer.problems)]
-    for name in ("cast", "bucket_bytes", "replicas", "rename"):
-        problems += differing(name, [getattr(offer, name) for offer in offers])
+    problems += differing_arguments(offers)
     problems += unused_layouts([offer.source for offer in offers], source, source.names)
     problems += unused_layouts([offer.target for offer in offers], target, target.names)
-    names, cast = Source(rename=offers[0].rename), offers[0].cast
+    arguments = offers[0].arguments
+    names, cast = Source(rename=arguments["rename"]), arguments["cast"]
     missing: list[Problem] = []
     source_of = [_core.NO_KEY] * len(target.names)
     renamed = {fqn: names.saved_name(fqn) for fqn in target.names}
@@ -104,7 +106,7 @@ def plan_for_all(offers: Sequence[Offer]) -> list[RankPart]:
     # A key that its ranks could not describe is not missing.
     undescribed = {problem.fqn for problem in problems}
     problems += [problem for problem in missing if renamed[problem.fqn] not in undescribed]
-    left_out = later_copies(source) if offers[0].replicas == "first" else {}
+    left_out = later_copies(source) if arguments["replicas"] == "first" else {}
     pairs = _core.pair_keys(source.world, target.world, source_of, left_out)
     misfits = [problem for pair in pairs for problem in find_misfits(pair, source, target, cast)]
     if problems or misfits:
@@ -117,6 +119,15 @@ def plan_for_all(offers: Sequence[Offer]) -> list[RankPart]:
     hosts = number_hosts([offer.host for offer in offers])
     plan = _core.TransferPlan(source.world, target.world, of_tensors, hosts)
     return make_rank_parts(plan, pairs, source, target, len(offers), renamed)
+
+
+def differing_arguments(offers: Sequence[Offer]) -> list[Problem]:
+    """The arguments of which ranks give several values."""
+    return [
+        problem
+        for name in offers[0].arguments
+        for problem in differing(name, [offer.arguments.get(name) for offer in offers])
+    ]
 
 
 def make_rank_parts(

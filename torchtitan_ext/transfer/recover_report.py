@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchtitan_ext.checkpoint.rules.report import ComponentLine
 from torchtitan_ext.errors import MAX_NAMED, named
@@ -33,14 +33,14 @@ class RecoverReport:
     survivors: tuple[int, ...]
     bytes_kept: int
     bytes_moved: int
-    bytes_from_checkpoint: int
-    checkpoint: str
-    checkpoint_step: int | None
-    keys_from_checkpoint: tuple[str, ...]
     distrusted: Mapping[int, tuple[str, ...]]
     num_proved: int
-    components: tuple[ComponentLine, ...]
-    seconds: Mapping[str, float]
+    bytes_from_checkpoint: int = 0
+    checkpoint: str = ""
+    checkpoint_step: int | None = None
+    keys_from_checkpoint: tuple[str, ...] = ()
+    components: tuple[ComponentLine, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         taken = f"{self.bytes_kept:,} bytes kept, {self.bytes_moved:,} bytes moved"

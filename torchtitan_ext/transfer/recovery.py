@@ -175,19 +175,15 @@ def recover(
     with transfer_phases(group, timeout_seconds, "recover") as phases:
         _read_and_take(job, load, phases)
         seconds |= phases.seconds
-    return RecoverReport(
-        step=start.step,
-        survivors=part.survivors,
-        bytes_kept=part.bytes_kept,
-        bytes_moved=part.bytes_moved,
-        bytes_from_checkpoint=0 if load is None else load.num_bytes,
-        checkpoint="" if load is None else load.planned[0].opened.name,
-        checkpoint_step=None if load is None else step_of(load.planned[0].opened.name),
-        keys_from_checkpoint=() if load is None else load.keys,
-        distrusted=part.distrusted,
-        num_proved=part.num_proved,
-        components=tuple(job.lines),
-        seconds=seconds,
+    report = dataclasses.replace(part.report, components=tuple(job.lines), seconds=seconds)
+    if load is None:
+        return report
+    return dataclasses.replace(
+        report,
+        bytes_from_checkpoint=load.num_bytes,
+        checkpoint=load.planned[0].opened.name,
+        checkpoint_step=step_of(load.planned[0].opened.name),
+        keys_from_checkpoint=load.keys,
     )
 
 
@@ -288,7 +284,7 @@ def _offer(job: _Recovery, wanted: Collection[str], phases: Phases, bucket_bytes
         "components": sorted(map(str, job.carried)),
     }
     return SurvivorOffer(
-        survived=job.source.table.message,
+        source=job.source.table.message,
         target=job.target.table.message,
         host=host_digest(),
         step=None if job.survived is None else job.step,

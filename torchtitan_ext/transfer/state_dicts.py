@@ -126,10 +126,12 @@ def plan_reshard(
             target=ends["target"].table.message,
             host=host_digest(),
             problems=tuple(problems),
-            cast=cast,
-            bucket_bytes=bucket_bytes,
-            replicas=replicas,
-            rename=Source(rename=dict(rename or {})).rename,
+            arguments={
+                "cast": cast,
+                "bucket_bytes": bucket_bytes,
+                "replicas": replicas,
+                "rename": Source(rename=dict(rename or {})).rename,
+            },
         )
 
     with transfer_phases(group, timeout_seconds) as phases:

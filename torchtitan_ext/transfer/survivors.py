@@ -14,37 +14,30 @@ from typing import Any
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.tables.agreement import Agreement, agree, unused_layouts
 from torchtitan_ext.checkpoint.tables.component import World
-from torchtitan_ext.checkpoint.tables.key_table import KeyTable, RankTable, encode_table, number_hosts, pack, unpack
+from torchtitan_ext.checkpoint.tables.key_table import KeyTable, encode_table, number_hosts, pack, unpack
 from torchtitan_ext.dcp_private import unflatten_state_dict
-from torchtitan_ext.errors import Problem, differing, named, refusal
+from torchtitan_ext.errors import Problem, named, refusal
 from torchtitan_ext.state.nested import Path
 from torchtitan_ext.state.value_digest import digest_value
 from torchtitan_ext.transfer.copies import HeldCopies, Replicas, SavedSums, box_text, compare_copies, majority
-from torchtitan_ext.transfer.planning import RankPart, find_misfits, make_rank_parts
+from torchtitan_ext.transfer.planning import Offer, RankPart, differing_arguments, find_misfits, make_rank_parts
+from torchtitan_ext.transfer.recover_report import RecoverReport
 
 
 @dataclass(frozen=True)
-class SurvivorOffer:
-    """What one new rank tells the coordinator first.
+class SurvivorOffer(Offer):
+    """What one new rank tells the coordinator first; ``source`` is what it still holds, empty on a fresh rank.
 
     Attributes:
-        survived: The table of what it still holds; empty on a fresh rank.
-        target: The table of what it wants.
         step: The training step of what it holds; ``None`` on a fresh rank.
         alive: The old rank of each new rank, ``None`` of fresh ones.
         old_size: How many ranks the old world had at least, by the meshes that this rank knows.
-        arguments: What all ranks must give alike, by name.
         tied: Keys of the target that have the memory of another one, which is told.
     """
 
-    survived: RankTable
-    target: RankTable
-    host: bytes
     step: int | None
     alive: tuple[int | None, ...]
     old_size: int
-    arguments: Mapping[str, Any]
-    problems: tuple[Problem, ...]
     tied: Mapping[str, str]
 
 
@@ -90,19 +83,14 @@ class RecoverPart:
         absent: What it wants of tensors of which survivors hold another part, for ``_core.expand_absent``.
         packed_absent: Keys that no survivor has, and by key what no survivor has of it, in words; of all ranks.
         packed_components: The state of components with a rule of their own, merged, by name.
-        distrusted: By old rank the keys whose copies are not taken.
-        num_proved: See ``Verdict``.
+        report: What is known so far of the report, the same on all ranks.
     """
 
     part: RankPart
     absent: bytes
     packed_absent: bytes
-    bytes_moved: int
-    bytes_kept: int
     packed_components: bytes
-    survivors: tuple[int, ...]
-    distrusted: Mapping[int, tuple[str, ...]]
-    num_proved: int
+    report: RecoverReport
     old: World
     new: World
 
@@ -124,8 +112,7 @@ def agree_on_survivors(offers: Sequence[SurvivorOffer]) -> Survivors:
         StateRefusedError: (a subclass) Ranks disagree, or a layout is in doubt: all problems of all ranks.
     """
     problems = [problem for offer in offers for problem in offer.problems]
-    for name in offers[0].arguments:
-        problems += differing(name, [offer.arguments.get(name) for offer in offers])
+    problems += differing_arguments(offers)
     if problems:
         raise refusal("recover", problems)
     steps = {rank: offer.step for rank, offer in enumerate(offers) if offer.step is not None}
@@ -139,7 +126,7 @@ def agree_on_survivors(offers: Sequence[SurvivorOffer]) -> Survivors:
         raise refusal("recover", [Problem("ranks_disagree", "step", detail, "; load the last checkpoint")])
     outvoted = {rank: at for rank, at in steps.items() if at != step}
     nothing = encode_table(KeyTable({})).message
-    source_tables = [nothing if rank in outvoted else offer.survived for rank, offer in enumerate(offers)]
+    source_tables = [nothing if rank in outvoted else offer.source for rank, offer in enumerate(offers)]
     source = agree(source_tables, needs_all_ranks=False)
     target = agree([offer.target for offer in offers], needs_all_ranks=False)
     problems = [*source.problems, *target.problems]
@@ -205,18 +192,22 @@ def plan_recovery(
     between = plan.bytes_between
     kept = sum(num_bytes for (sending, wanting), num_bytes in between.items() if sending == wanting)
     taken = [rank for rank, start in enumerate(starts_of(found)) if start.is_taken]
+    report = RecoverReport(
+        step=found.step,
+        survivors=tuple(int(alive[one] or 0) for one in taken),
+        bytes_kept=kept,
+        bytes_moved=sum(between.values()) - kept,
+        distrusted={old: tuple(fqns) for old, fqns in distrusted.items()},
+        num_proved=verdict.num_proved,
+    )
     packed_absent, packed_components = pack(pickle.dumps((tuple(lacking), absent))), pack(pickle.dumps(components))
     return [
         RecoverPart(
             part=parts[rank],
             absent=plan.absent(rank),
             packed_absent=packed_absent,
-            bytes_moved=sum(between.values()) - kept,
-            bytes_kept=kept,
             packed_components=packed_components,
-            survivors=tuple(int(alive[one] or 0) for one in taken),
-            distrusted={old: tuple(fqns) for old, fqns in distrusted.items()},
-            num_proved=verdict.num_proved,
+            report=report,
             old=found.old,
             new=found.new,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -19,17 +19,6 @@ from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.storage.metadata.saved_metadata import WORLD_KEY, recorded_path
 from torchtitan_ext.storage.raw_tensor import DTYPES, NAMES, dtype_name
 from torchtitan_ext.transforms.rules import Transform
-
-
-@dataclass(frozen=True)
-class PartOfChunk:
-    """What is read of one saved chunk: ``part`` says which of its elements, and where they go."""
-
-    index: MetadataIndex
-    dtype: torch.dtype
-    sizes: tuple[int, ...]
-    part: _core.MapPart
-
 
 Source = tuple[str, str, tuple[int, ...]]
 """Name, dtype and shape of what a transform takes; no dtype of a value that is no tensor."""
@@ -127,7 +116,7 @@ class MappedMetadata:
         strides: tuple[int, ...],
         *,
         scales: bool = False,
-    ) -> list[PartOfChunk]:
+    ) -> list[_core.MapPart]:
         """What is read for a box of a target that lies in memory with these strides (in elements).
 
         Args:
@@ -136,14 +125,14 @@ class MappedMetadata:
         target = self._targets[fqn]
         tensor_map = target.scales if scales else target.values
         assert tensor_map is not None, f"{fqn} has no scales, please report"
-        return [self._part_of_chunk(part) for part in tensor_map.find_parts(offsets, sizes, strides, self._sources)]
+        return tensor_map.find_parts(offsets, sizes, strides, self._sources)
 
-    def _part_of_chunk(self, part: _core.MapPart) -> PartOfChunk:
-        entry, chunks = self._entries[part.source], self._chunks[part.source]
-        assert isinstance(entry, TensorStorageMetadata) and chunks is not None
+    def chunk_of(self, part: _core.MapPart) -> tuple[MetadataIndex, tuple[int, ...]]:
+        """The saved chunk of which a part is read, and its sizes."""
+        chunks = self._chunks[part.source]
+        assert chunks is not None, f"{self._names[part.source]} is no tensor, please report"
         offsets, sizes = chunks.box(part.chunk)
-        index = MetadataIndex(self._names[part.source], torch.Size(offsets))
-        return PartOfChunk(index, entry.properties.dtype, sizes, part)
+        return MetadataIndex(self._names[part.source], torch.Size(offsets)), sizes
 
     def _dtype_of(self, tensor_map: _core.TensorMap, of_none: torch.dtype) -> torch.dtype:
         for source in tensor_map.sources:

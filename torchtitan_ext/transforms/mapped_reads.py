@@ -4,44 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import add
-from typing import Protocol
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError
 from torchtitan_ext.layout.dtensor import is_wrapper, local_view
 from torchtitan_ext.state.host_copies import aligned
-from torchtitan_ext.storage.checkpoint_files import Record
-from torchtitan_ext.storage.native.read_batch import Copy, add_box, is_plain_target
+from torchtitan_ext.storage.native.read_batch import Copy, OpenFiles, RecordFiles, add_box, is_plain_target
 from torchtitan_ext.storage.raw_tensor import DTYPES
-from torchtitan_ext.transforms.mapped import MappedMetadata, PartOfChunk
+from torchtitan_ext.transforms.mapped import MappedMetadata
+
+_NOT_PLAIN = "it is a tensor subclass, quantised or sparse: a transform takes plain tensors; load it without"
 
 # Elements that cannot be read into place (turned, cast, scaled, of an accelerator) pass through buffers of this size.
 _BUFFER_BYTES = 8 << 20
 
 # Runs shorter than this are read in the order of the file and put in place by torch, which turns tensors in blocks.
 _MIN_RUN_BYTES = 64
-
-# Files stay open from one call to the next: opening a file again reads its checksums again.
-_MAX_OPEN_FILES = 128
-
-
-class RecordFiles(Protocol):
-    """What reads the files of a checkpoint: a ``FileReader``, or another source of ``offline``."""
-
-    def find_records(self, indices: Sequence[MetadataIndex]) -> list[Record]:
-        """Where chunks lie."""
-        ...
-
-    def open_file(self, runs: _core.RunReader, name: str) -> int:
-        """Adds a file to a RunReader, and returns its number there."""
-        ...
-
-    def read_runs(self, runs: _core.RunReader, names: list[str]) -> None:
-        """Reads what was added."""
-        ...
 
 
 class _Buffer:
@@ -81,8 +61,7 @@ class MappedReads:
     def __init__(self, mapped: MappedMetadata, files: RecordFiles) -> None:
         self._mapped = mapped
         self._source = files
-        self._runs = _core.RunReader()
-        self._files: dict[str, int] = {}
+        self._files = OpenFiles(files)
         self._copies: list[Copy] = []
         self._results: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, list[torch.dtype]]] = []
         self._casting = _Buffer()
@@ -106,7 +85,7 @@ class MappedReads:
         if 0 in target.shape:
             return
         if scale_dtype is None and len(dtypes) == 1 and is_plain_target(target, dtypes[0]):
-            self._add_parts(self._parts(fqn, begin, target), target)
+            self._add_parts(fqn, begin, target)
             return
         item_bytes = max(dtype.itemsize for dtype in dtypes) + (0 if scale_dtype is None else scale_dtype.itemsize + 8)
         max_elements = target.numel() if is_wrapper(target) else max(1, _BUFFER_BYTES // item_bytes)
@@ -116,11 +95,11 @@ class MappedReads:
             self._is_adding = True
             place = self._casting.take(sizes, dtypes[0])
             at = tuple(map(add, begin, inside))
-            self._add_parts(self._parts(fqn, at, place), place)
+            self._add_parts(fqn, at, place)
             scale = None
             if scale_dtype is not None:
                 scale = self._casting.take(sizes, scale_dtype)
-                self._add_parts(self._parts(fqn, at, scale, scales=True), scale)
+                self._add_parts(fqn, at, scale, scales=True)
             self._is_adding = False
             whole = target if sizes == tuple(target.shape) else local_view(target, inside, sizes)
             self._results.append((whole, place, scale, dtypes[1:]))
@@ -128,11 +107,10 @@ class MappedReads:
     def read(self) -> None:
         """Fills all boxes that were added."""
         try:
-            self._source.read_runs(self._runs, list(self._files))
-        except BaseException as error:
-            self._close()
-            if isinstance(error, (_core.FormatError, UnicodeDecodeError)):
-                raise DamagedCheckpointError(str(error)) from None
+            self._files.read()
+        except BaseException:
+            self._is_adding = False
+            self._forget()
             raise
         with torch.no_grad():
             for place, values in self._copies:
@@ -142,29 +120,24 @@ class MappedReads:
         self.num_bytes_read += self.num_bytes
         self._forget()
 
-    def _parts(
-        self, fqn: str, offsets: tuple[int, ...], place: torch.Tensor, *, scales: bool = False
-    ) -> list[PartOfChunk]:
-        return self._mapped.parts(fqn, offsets, tuple(place.shape), place.stride(), scales=scales)
+    def _add_parts(self, fqn: str, offsets: tuple[int, ...], place: torch.Tensor, *, scales: bool = False) -> None:
+        parts = self._mapped.parts(fqn, offsets, tuple(place.shape), place.stride(), scales=scales)
+        chunks = [self._mapped.chunk_of(part) for part in parts]
+        records = self._source.find_records([index for index, _ in chunks])
+        for part, (index, sizes), record in zip(parts, chunks, records, strict=True):
+            if record.tensor is None:
+                raise CheckpointReadError(index.fqn, _NOT_PLAIN)
+            if DTYPES[record.tensor.dtype] != place.dtype or record.tensor.sizes != sizes:
+                raise DamagedCheckpointError(f"{record.file}: {index.fqn} is not of the dtype and shape in .metadata")
+            self._add_part(part, record.file, part.stored(record.tensor), place)
 
-    def _add_parts(self, parts: list[PartOfChunk], place: torch.Tensor) -> None:
-        records = self._source.find_records([part.index for part in parts])
-        for part, record in zip(parts, records, strict=True):
-            self._add_part(part, record, place)
-
-    def _add_part(self, part: PartOfChunk, record: Record, place: torch.Tensor) -> None:
-        if record.tensor is None:
-            reason = "it is a tensor subclass, quantised or sparse: a transform takes plain tensors; load it without"
-            raise CheckpointReadError(part.index.fqn, reason)
-        if DTYPES[record.tensor.dtype] != part.dtype or record.tensor.sizes != part.sizes:
-            raise DamagedCheckpointError(f"{record.file}: {part.index.fqn} is not of the dtype and shape in .metadata")
-        stored = part.part.stored(record.tensor)
-        strides = part.part.memory_strides
-        view = place.as_strided(stored.sizes, strides, place.storage_offset() + part.part.memory_offset)
-        file = self._file(record.file)
+    def _add_part(self, part: _core.MapPart, name: str, stored: _core.StoredTensor, place: torch.Tensor) -> None:
+        strides = part.memory_strides
+        view = place.as_strided(stored.sizes, strides, place.storage_offset() + part.memory_offset)
+        file = self._files.number_of(name, self.read)
         self.num_bytes += view.numel() * stored.item_bytes
         if _has_long_runs(stored, strides):
-            self._copies += add_box(self._runs, file, stored, (0,) * view.dim(), view)
+            self._copies += add_box(self._files.runs, file, stored, (0,) * view.dim(), view)
             return
         # Repeated elements (stride 0) are read once.
         once = [dim for dim, stride in enumerate(stored.strides) if stride == 0]
@@ -172,19 +145,10 @@ class MappedReads:
         for inside, part_sizes in _core.BoxParts((0,) * len(sizes), sizes, _BUFFER_BYTES // stored.item_bytes):
             if not self._turning.has_room(torch.Size(part_sizes).numel() * stored.item_bytes):
                 self.read()
-            values = self._turning.take(part_sizes, part.dtype)
-            copies = add_box(self._runs, file, stored, inside, values)
+            values = self._turning.take(part_sizes, place.dtype)
+            copies = add_box(self._files.runs, file, stored, inside, values)
             shown = tuple(view.shape[dim] if dim in once else size for dim, size in enumerate(part_sizes))
             self._copies += [*copies, (local_view(view, inside, shown), values)]
-
-    def _file(self, name: str) -> int:
-        """The number of a file; where too many are open, what was added is read first."""
-        if name not in self._files:
-            if len(self._files) >= _MAX_OPEN_FILES:
-                self.read()
-                self._runs, self._files = _core.RunReader(), {}
-            self._files[name] = self._source.open_file(self._runs, name)
-        return self._files[name]
 
     def _forget(self) -> None:
         self._copies.clear()
@@ -193,13 +157,6 @@ class MappedReads:
         self._turning.used = 0
         if not self._is_adding:  # else a box in there waits for the rest of its parts
             self._casting.used = 0
-
-    def _close(self) -> None:
-        """The next call must not read what failed."""
-        self._runs = _core.RunReader()
-        self._files = {}
-        self._is_adding = False
-        self._forget()
 
 
 def _has_long_runs(stored: _core.StoredTensor, strides: Sequence[int]) -> bool:

@@ -14,8 +14,6 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from torchtitan_ext import _core
-from torchtitan_ext.storage.checkpoint_files import Record
 from torchtitan_ext.storage.native.file_reader import BATCH_BYTES, FileReader
 from torchtitan_ext.storage.weights.safetensors_reader import reader_at
 from torchtitan_ext.transforms.mapped import MappedMetadata
@@ -59,15 +57,6 @@ class MappedReader(FileReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return self._source.prepare_global_plan(plans)
 
-    def find_records(self, indices: Sequence[MetadataIndex]) -> list[Record]:
-        return self._source.find_records(indices)
-
-    def open_file(self, runs: _core.RunReader, name: str) -> int:
-        return self._source.open_file(runs, name)
-
-    def read_runs(self, runs: _core.RunReader, names: list[str]) -> None:
-        self._source.read_runs(runs, names)
-
     def are_plain(self, indices: Sequence[MetadataIndex]) -> list[bool]:
         """Whether parts can be read alone: of all chunks of the tensors that these are made of."""
         of_sources = [self._mapped.source_indices(index.fqn) for index in indices]
@@ -94,7 +83,7 @@ class MappedReader(FileReader):
         values = [self._renamed(item) for item in plan.items if item.type == LoadItemType.BYTE_IO]
         if values:
             self._source._read(dataclasses.replace(plan, items=values), planner)
-        reads = MappedReads(self._mapped, self)
+        reads = MappedReads(self._mapped, self._source)
         pending: list[tuple[ReadItem, torch.Tensor]] = []
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:

@@ -191,12 +191,6 @@ class Rule:
         return Rule(self.targets, self.sources, [step.inverse() for step in reversed(self.steps)], self.others)
 
 
-@dataclass(frozen=True)
-class _Stage:
-    rules: tuple[Rule, ...]
-    drop: tuple[str, ...]
-
-
 @dataclass(frozen=True, repr=False)
 class Transform:
     """How the tensors of a checkpoint become those of a state: rules, which ``then`` chains.
@@ -212,7 +206,7 @@ class Transform:
 
     rules: Sequence[Rule]
     drop: Sequence[str] = ()
-    _before: tuple[_Stage, ...] = field(default=(), kw_only=True)
+    _before: tuple[Transform, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         check_argument("Transform", "rules", self.rules, (list, tuple), "a list of rules")
@@ -222,15 +216,14 @@ class Transform:
         object.__setattr__(self, "drop", tuple(_texts("drop", self.drop)))
 
     @property
-    def stages(self) -> tuple[_Stage, ...]:
-        """The rules that are followed one after the other."""
-        return (*self._before, _Stage(tuple(self.rules), tuple(self.drop)))
+    def stages(self) -> tuple[Transform, ...]:
+        """Transforms of one stage, which are followed one after the other."""
+        return (*self._before, Transform(self.rules, self.drop))
 
     def then(self, other: Transform) -> Transform:
         """This one, and then the other one, as one transform: nothing lies in between."""
         check_argument("then", "other", other, Transform, "a Transform")
-        first, *others = (*self.stages, *other.stages)
-        return _of_stages([first, *others])
+        return _of_stages([*self.stages, *other.stages])
 
     def inverse(self) -> Transform:
         """The way back. What is dropped does not come back; ``drop`` of the result is empty.
@@ -238,19 +231,17 @@ class Transform:
         Raises:
             WrongValueError: A step has no inverse; names it.
         """
-        return _of_stages(
-            [_Stage(tuple(rule.inverse() for rule in stage.rules), ()) for stage in reversed(self.stages)]
-        )
+        return _of_stages([Transform([rule.inverse() for rule in stage.rules]) for stage in reversed(self.stages)])
 
     def below(self, *, source: str = "", target: str = "") -> Transform:
         """The same for names below a key of the checkpoint, of the state, or of both: ``below(target="model")``."""
         source, target = (f"{name}." if name else "" for name in (source, target))
         stages = list(self.stages)
         first, last = stages[0], len(stages) - 1
-        renamed = tuple(replace(rule, sources=[source + name for name in rule.sources]) for rule in first.rules)
-        stages[0] = _Stage(renamed, tuple(source + name for name in first.drop))
-        rules = tuple(replace(rule, targets=[target + name for name in rule.targets]) for rule in stages[last].rules)
-        stages[last] = _Stage(rules, stages[last].drop)
+        renamed = [replace(rule, sources=[source + name for name in rule.sources]) for rule in first.rules]
+        stages[0] = Transform(renamed, [source + name for name in first.drop])
+        rules = [replace(rule, targets=[target + name for name in rule.targets]) for rule in stages[last].rules]
+        stages[last] = Transform(rules, stages[last].drop)
         return _of_stages(stages)
 
     def to_json(self) -> str:
@@ -313,12 +304,12 @@ class Transform:
         return f"Transform({num_rules} rules, {hashlib.sha256(self.to_json().encode()).hexdigest()[:16]})"
 
 
-def _of_stages(stages: Sequence[_Stage]) -> Transform:
+def _of_stages(stages: Sequence[Transform]) -> Transform:
     *before, last = stages
-    return Transform(last.rules, last.drop, _before=tuple(before))
+    return replace(last, _before=tuple(before))
 
 
-def _stage_of(content: Mapping[str, Any]) -> _Stage:
+def _stage_of(content: Mapping[str, Any]) -> Transform:
     rules = []
     for rule in content["rules"]:
         steps = [
@@ -327,7 +318,7 @@ def _stage_of(content: Mapping[str, Any]) -> _Stage:
         rules.append(Rule(rule["from"], rule["to"], steps, rule.get("others", False)))
         _refuse_unknown(rule, ("from", "to", "steps", "others"))
     _refuse_unknown(content, ("rules", "drop"))
-    return _Stage(tuple(rules), tuple(_texts("drop", content.get("drop", ()))))
+    return Transform(rules, content.get("drop", ()))
 
 
 def _refuse_unknown(content: Mapping[str, Any], known: Sequence[str]) -> None:

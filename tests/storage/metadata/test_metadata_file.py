@@ -196,7 +196,7 @@ def test_a_field_of_a_newer_torch_that_is_not_used(
     assert [str(one.message) for one in recwarn] == [text.format(name="")]
     recwarn.clear()
     (tmp_path / ".metadata").write_bytes(data)
-    monkeypatch.setattr("torchtitan_ext.storage.metadata.metadata_file.PROPERTIES", (*"123456", "colour"))
+    monkeypatch.setattr("torchtitan_ext.storage.native.file_reader.PROPERTIES", (*"123456", "colour"))
     state = {"w": torch.zeros(3)}
     tte.load(state, tmp_path, no_dist=True)
     assert torch.equal(state["w"], torch.ones(3))

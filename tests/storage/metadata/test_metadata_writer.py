@@ -31,10 +31,11 @@ from torchtitan_ext.storage import FileReader, FileWriter
 from torchtitan_ext.storage.metadata.metadata_file import (
     columns_of,
     encode_metadata,
-    metadata_of_tables,
+    metadata_of,
     parse_metadata,
     storage_meta_fields,
 )
+from torchtitan_ext.storage.metadata.saved_metadata import parse_tables
 
 NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=300)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.uint16])
@@ -137,7 +138,7 @@ def test_random_metadata(metadata: Metadata, written: tuple[list[RankFile], dict
     assert tables is not None
     encoded = tables.to_tables(metadata.planner_data, storage_meta_fields(meta), CURRENT_DCP_VERSION)
     assert encoded is not None
-    assert_same_in_any_order(metadata_of_tables(encoded, files, Path("index")), expected)
+    assert_same_in_any_order(metadata_of(parse_tables(encoded, files, Path("index"))), expected)
 
 
 def assert_same_in_any_order(parsed: Metadata, expected: Metadata) -> None:

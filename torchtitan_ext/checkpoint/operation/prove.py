@@ -292,7 +292,7 @@ def _part_sums(
         elements = local_view(of_box, found.saved_offsets, found.sizes)
         place = torch.empty(found.sizes, dtype=elements.dtype, device="cpu")
         try:
-            reader.read_boxes([(index, found.local_offsets, place)])
+            reader.read_box(index, found.local_offsets, place)
             in_file = int(sum_box(place, found.offsets, entry.global_shape))
         except Exception:  # whatever it is, the loaded tensor is wrong: that is to be said
             in_file = None

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
-from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.operation.arguments import Place, place_of
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.checkpoint.operation.save_job import SaveJob
@@ -34,7 +33,7 @@ from torchtitan_ext.storage.native.shared_files import WrittenFiles
 from torchtitan_ext.storage.runs.retention import remove_old_steps
 from torchtitan_ext.storage.weights.one_writer import WriterRanks
 from torchtitan_ext.storage.weights.safetensors_reader import reader_at
-from torchtitan_ext.storage.weights.writer import SafetensorsWriter, WrittenWeights
+from torchtitan_ext.storage.weights.writer import SafetensorsWriter
 from torchtitan_ext.transforms.weights import TransformedTensors
 
 logger = logging.getLogger(__name__)
@@ -270,10 +269,8 @@ def _check_all_written(plan: SavePlan, results: Any, rank: int) -> None:
 
 
 def _num_bytes(results: Sequence[Any]) -> int:
-    """The bytes in the results of all ranks: of our files, or lists of ``WriteResult`` from storage of DCP."""
+    """The bytes in the results of all ranks: of our files, numbers, or lists of ``WriteResult`` from storage of DCP."""
     lists = [result for result in results if isinstance(result, list)]
-    files = [file for result in results if isinstance(result, WrittenFiles) for file in result.written]
-    files += [result for result in results if isinstance(result, _core.RankFile)]
-    ours = sum(file.num_bytes for file in files)
-    ours += sum(result.num_bytes for result in results if isinstance(result, WrittenWeights))
+    ours = sum(file.num_bytes for result in results if isinstance(result, WrittenFiles) for file in result.written)
+    ours += sum(result for result in results if isinstance(result, int))
     return ours + sum(one.size_in_bytes for result in lists for one in result if isinstance(one, WriteResult))

@@ -11,6 +11,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from torchtitan_ext._core import ChunkSummary, KeySummary
 from torchtitan_ext.cli.commands.ls import inner_rows
 from torchtitan_ext.cli.lazy import without_collector
 from torchtitan_ext.cli.options import Json, UnsafeUnpickle, refusing_wrong_usage
@@ -28,7 +29,7 @@ from torchtitan_ext.errors import UnknownFormatError
 from torchtitan_ext.errors.near_names import refuse_unmatched
 from torchtitan_ext.state.data_position import DataPosition, ShardPosition, loaders_among, read_data_position
 from torchtitan_ext.storage.commit.steps import step_paths
-from torchtitan_ext.storage.formats.contents import MODEL, ContentChunk, ContentKey, Contents, Scalar
+from torchtitan_ext.storage.formats.contents import MODEL, Contents, Scalar
 from torchtitan_ext.storage.formats.detect import checkpoints_in, format_of
 from torchtitan_ext.storage.inspect.describe import describe
 from torchtitan_ext.storage.runs.listing import bytes_in
@@ -97,7 +98,7 @@ def _show_folder(path: Path, names: Sequence[str], json: bool) -> None:
     print_table(("checkpoint", "format", "bytes"), inner_rows(path, names))
 
 
-def _print(contents: Contents, keys: Sequence[ContentKey], shards: bool, *, has_totals: bool) -> None:
+def _print(contents: Contents, keys: Sequence[KeySummary], shards: bool, *, has_totals: bool) -> None:
     totals = list(_totals(contents))
     for line in _headline(contents, totals):
         print_line(line)
@@ -190,7 +191,7 @@ def _position_row(one: ShardPosition) -> Sequence[object]:
     return one.shard, one.epoch, f"{one.served:,}", f"{one.in_flight:,}", left, f"{one.total:,}"
 
 
-def _key_row(key: ContentKey) -> Sequence[object]:
+def _key_row(key: KeySummary) -> Sequence[object]:
     kind = ("-", "-") if key.dtype is None else (key.dtype, _shape(key.sizes))
     return key.fqn, *kind, text_of_bytes(key.num_bytes), key.num_chunks
 
@@ -200,7 +201,7 @@ def _cell(value: Scalar) -> str:
     return text if len(text) <= _MAX_VALUE_CHARS else f"{text[:_MAX_VALUE_CHARS]}..."
 
 
-def _shard_rows(contents: Contents, keys: Sequence[ContentKey]) -> Iterator[Sequence[object]]:
+def _shard_rows(contents: Contents, keys: Sequence[KeySummary]) -> Iterator[Sequence[object]]:
     for key in keys:
         for chunk in contents.chunks_of(key.fqn):
             num_bytes = "-" if chunk.num_bytes is None else text_of_bytes(chunk.num_bytes)
@@ -212,7 +213,7 @@ def _shape(sizes: Sequence[int] | None) -> str:
     return "-" if sizes is None else f"[{', '.join(map(str, sizes))}]"
 
 
-def _plain(contents: Contents, keys: Sequence[ContentKey], shards: bool) -> dict[str, Any]:
+def _plain(contents: Contents, keys: Sequence[KeySummary], shards: bool) -> dict[str, Any]:
     values = contents.read_values([key for key in keys if not key.sizes])
     rows = [{**_plain_key(key), "value": plain_number(values.get(key.fqn))} for key in keys]
     if shards:
@@ -234,11 +235,11 @@ def _plain(contents: Contents, keys: Sequence[ContentKey], shards: bool) -> dict
     }
 
 
-def _plain_key(key: ContentKey) -> dict[str, Any]:
-    fqn, dtype, sizes, num_bytes, num_chunks = key
-    return {"name": fqn, "dtype": dtype, "shape": sizes, "num_bytes": num_bytes, "num_chunks": num_chunks}
+def _plain_key(key: KeySummary) -> dict[str, Any]:
+    row = {"name": key.fqn, "dtype": key.dtype, "shape": key.sizes}
+    return {**row, "num_bytes": key.num_bytes, "num_chunks": key.num_chunks}
 
 
-def _plain_chunk(chunk: ContentChunk) -> dict[str, Any]:
-    offsets, sizes, file, offset, num_bytes = chunk
-    return {"offsets": offsets, "sizes": sizes, "file": file, "at_byte": offset, "num_bytes": num_bytes}
+def _plain_chunk(chunk: ChunkSummary) -> dict[str, Any]:
+    row = {"offsets": chunk.offsets, "sizes": chunk.sizes, "file": chunk.file}
+    return {**row, "at_byte": chunk.offset, "num_bytes": chunk.num_bytes}

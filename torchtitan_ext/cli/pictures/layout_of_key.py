@@ -8,12 +8,13 @@ from typing import Any
 
 import typer
 
+from torchtitan_ext._core import KeySummary
 from torchtitan_ext.cli.output import count_of, print_json, print_text, saved_by
 from torchtitan_ext.cli.pictures import plotter, say_written
 from torchtitan_ext.cli.pictures.holders import Holders, holders_of
 from torchtitan_ext.cli.pictures.text import draw_layout
 from torchtitan_ext.errors.near_names import nearest_name
-from torchtitan_ext.storage.formats.contents import ContentKey, Contents
+from torchtitan_ext.storage.formats.contents import Contents
 
 
 def show_layout(contents: Contents, name: str, plot: Path | None, *, json: bool) -> None:
@@ -39,7 +40,7 @@ def show_layout(contents: Contents, name: str, plot: Path | None, *, json: bool)
     print_text(draw_layout(shape, holders, width=shutil.get_terminal_size().columns))
 
 
-def _tensor(contents: Contents, name: str) -> ContentKey:
+def _tensor(contents: Contents, name: str) -> KeySummary:
     tensors = {key.fqn: key for key in contents.keys if key.sizes is not None}
     if name not in tensors:
         near = nearest_name(name, tensors)
@@ -48,7 +49,7 @@ def _tensor(contents: Contents, name: str) -> ContentKey:
     return tensors[name]
 
 
-def _plain(key: ContentKey, holders: Holders, holder: str) -> dict[str, Any]:
+def _plain(key: KeySummary, holders: Holders, holder: str) -> dict[str, Any]:
     rows = [
         {holder: rank, "boxes": [{"offsets": offsets, "sizes": sizes} for offsets, sizes in boxes]}
         for rank, boxes in holders.items()

@@ -110,7 +110,7 @@ def sum_chunks(
         sums.add_key(fqn, {})
     shares = divide(max_bytes, num_threads)
     num_threads, part_bytes = shares.num_processes, shares.part_bytes
-    source.thread_count = shares.num_threads
+    reader.files.thread_count = shares.num_threads
     # Empty chunks are left out: stock may have saved another chunk at the same offsets.
     chunks = _in_file_order(source, [chunk for chunk in chunks_of(entries) if 0 not in chunk.sizes])
     shapes = {fqn: tuple(entry.size) for fqn, entry in entries.items()}

@@ -146,13 +146,13 @@ def _lay_out_safetensors(keys: SelectedKeys, directory: Path, max_file_bytes: in
     if odd:
         what = "is {}, which safetensors files have no name for; leave it out with --only, or convert to dcp or torch"
         raise refusal("convert", [Problem("wrong_dtype", key, what.format(tensors[key][0])) for key in odd])
-    weights = lay_out_weights(tensors, max_file_bytes)
-    paths = make_weights(weights, directory)
-    if weights.index is not None:
+    files = lay_out_weights(tensors, max_file_bytes)
+    paths = make_weights(files, directory)
+    if len(files) > 1:
         sync_files([paths[-1]])
     places = [
         (_whole(keys, key), (directory / name, offset))
-        for name, file in weights.files.items()
+        for name, file in files.items()
         for key, offset in file.offsets.items()
     ]
     return sorted(places, key=itemgetter(1))

@@ -24,6 +24,7 @@ from torchtitan_ext.offline.sources import FileSource
 from torchtitan_ext.offline.workers import Shares, run_tasks
 from torchtitan_ext.storage.commit.commit import find_place
 from torchtitan_ext.storage.native.file_writer import BLOCK_BYTES, FileWriter
+from torchtitan_ext.storage.native.shared_files import WrittenFiles
 from torchtitan_ext.storage.progress import OnBytes
 from torchtitan_ext.storage.raw_tensor import ELEMENT_TYPES, NAMES
 
@@ -113,7 +114,7 @@ def write_checkpoint(
     try:
         place = find_place(Path(target), 0, is_own=False)
 
-        def write(rank: int, on_bytes: OnBytes) -> tuple[_core.RankFile | None, ChangeSums]:
+        def write(rank: int, on_bytes: OnBytes) -> tuple[WrittenFiles | None, ChangeSums]:
             sums: ChangeSums = [] if chain is None else chain.no_sums()
             parts, values = list(plan.parts_of(rank, shares.part_bytes)), plan.values_of(rank)
             if not parts and not values:
@@ -129,12 +130,12 @@ def write_checkpoint(
                     chain.apply(((part.key, part.piece, tensor) for tensor, part in batch), sums)
                 _write_parts(file, batch)
                 on_bytes(sum(tensor.nbytes for tensor, _ in batch))
-            return file.finish(name, bytes.fromhex(place.save_id), rank), sums
+            return WrittenFiles([file.finish(name, bytes.fromhex(place.save_id), rank)]), sums
 
         written = run_tasks(write, plan.num_ranks, shares.num_processes, progress)
         if chain is not None:
             chain.check([sums for _, sums in written])
-        writer.finish(plan.metadata(), [file for file, _ in written])
+        writer.finish(plan.metadata(), [files for files, _ in written])
     finally:
         writer.abandon()
 

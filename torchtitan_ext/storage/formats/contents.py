@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchtitan_ext._core import ChunkSummary, KeySummary
 from torchtitan_ext.storage.element_types import ITEM_BYTES, num_bytes_of
 from torchtitan_ext.storage.formats.detect import Format
 
@@ -20,39 +21,6 @@ Scalar = bool | int | float | complex | str | None
 
 MODEL = "model"
 """The component to which tensors at the top of a state dict belong."""
-
-
-class ContentKey(NamedTuple):
-    """One key of a checkpoint.
-
-    Attributes:
-        dtype: The name in torch, without the module; ``None`` for a value that is no tensor.
-        sizes: Global sizes; ``None`` for a value that is no tensor.
-        num_bytes: Size of the elements, or of a value's record; 0 for a value without a record of its own.
-        num_chunks: Number of records that hold the key.
-    """
-
-    fqn: str
-    dtype: str | None
-    sizes: tuple[int, ...] | None
-    num_bytes: int
-    num_chunks: int
-
-
-class ContentChunk(NamedTuple):
-    """Where one chunk of a key lies.
-
-    Attributes:
-        offsets: Offsets of the first element in the tensor; like ``sizes`` ``None`` for a value that is no tensor.
-        file: Path relative to the checkpoint; ``None`` if the metadata names no file.
-        offset: Byte of the file at which the record begins; ``None`` if unknown.
-    """
-
-    offsets: tuple[int, ...] | None
-    sizes: tuple[int, ...] | None
-    file: str | None
-    offset: int | None
-    num_bytes: int | None
 
 
 class ContentFile(NamedTuple):
@@ -92,10 +60,10 @@ class Contents:
 
     path: Path
     format: Format
-    keys: Sequence[ContentKey]
+    keys: Sequence[KeySummary]
     files: Sequence[ContentFile]
-    chunks_of: Callable[[str], Sequence[ContentChunk]]
-    read_values: Callable[[Sequence[ContentKey]], Mapping[str, Scalar]] = lambda keys: {}
+    chunks_of: Callable[[str], Sequence[ChunkSummary]]
+    read_values: Callable[[Sequence[KeySummary]], Mapping[str, Scalar]] = lambda keys: {}
     paths: Mapping[str, Sequence[object]] = field(default_factory=dict)
     read_records: Callable[[Sequence[str]], Mapping[str, Any]] = lambda fqns: {}
     has_checksums: bool = False
@@ -105,9 +73,9 @@ class Contents:
     mesh: dict[str, int] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
 
-    def components(self) -> dict[str, list[ContentKey]]:
+    def components(self) -> dict[str, list[KeySummary]]:
         """The keys of each top-level key of the state dict; tensors at its top make up the component ``model``."""
-        found: dict[str, list[ContentKey]] = {}
+        found: dict[str, list[KeySummary]] = {}
         nested = {key.fqn: top for key in self.keys if (top := self._top_of(key.fqn)) is not None}
         has_own_model = MODEL in nested.values()
         for key in self.keys:
@@ -120,7 +88,7 @@ class Contents:
         is_nested = isinstance(path, (tuple, list)) and len(path) > 1 and fqn.startswith(f"{path[0]}.")
         return str(path[0]) if path is not None and is_nested else None
 
-    def matching(self, pattern: str | None) -> list[ContentKey]:
+    def matching(self, pattern: str | None) -> list[KeySummary]:
         """The keys whose names match a shell pattern (``fnmatch``); without a pattern all keys."""
         if pattern is None:
             return list(self.keys)

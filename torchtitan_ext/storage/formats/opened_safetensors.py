@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,16 +15,9 @@ import torch
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
-from torchtitan_ext.storage.formats.safetensors_files import read_header_and_notes
+from torchtitan_ext.storage.formats.safetensors_files import SafetensorsEntry, read_header_and_notes
 from torchtitan_ext.storage.native.read_batch import add_box
 from torchtitan_ext.storage.raw_tensor import dtype_name
-
-
-class FileRange(NamedTuple):
-    """Bytes of a file."""
-
-    begin: int
-    num_bytes: int
 
 
 class OpenedSafetensors:
@@ -47,8 +39,8 @@ class OpenedSafetensors:
         weakref.finalize(self, os.close, self._descriptor)
         self.entries, self.notes = read_header_and_notes(path, self._descriptor)
 
-    def read(self, ranges: Sequence[FileRange]) -> list[npt.NDArray[np.uint8]]:
-        """The bytes of each range."""
+    def read(self, ranges: Sequence[SafetensorsEntry]) -> list[npt.NDArray[np.uint8]]:
+        """The bytes of each tensor, or of a part of one."""
         with self._reads() as (runs, file):
             for one in ranges:
                 runs.check_bytes(file, one.begin, one.num_bytes)  # before memory is asked for

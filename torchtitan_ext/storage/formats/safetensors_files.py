@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan_ext import _core
+from torchtitan_ext._core import ChunkSummary, KeySummary
 from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage.checkpoint_files import Record, safetensors_paths
 from torchtitan_ext.storage.commit.steps import step_of
 from torchtitan_ext.storage.element_types import ITEM_BYTES, num_bytes_of
-from torchtitan_ext.storage.formats.contents import ContentChunk, ContentFile, ContentKey, Contents, Scalar, bytes_of
+from torchtitan_ext.storage.formats.contents import ContentFile, Contents, Scalar, bytes_of
 from torchtitan_ext.storage.formats.scalars import read_number
 
 # The format's own limit.
@@ -304,18 +305,18 @@ def _numbers(directory: Path, places: Mapping[str, tuple[str, SafetensorsEntry]]
     return numbers
 
 
-def _key(path: Path, fqn: str, entries: Sequence[SafetensorsEntry]) -> ContentKey:
+def _key(path: Path, fqn: str, entries: Sequence[SafetensorsEntry]) -> KeySummary:
     first = entries[0]
     if len(entries) == 1 and not any(first.offsets):
-        return ContentKey(fqn, first.dtype, first.sizes, first.num_bytes, 1)
+        return KeySummary(fqn, first.dtype, first.sizes, first.num_bytes, 1)
     sizes = sizes_of_tensor(f"{path}: {fqn}", [(entry.offsets, entry.sizes) for entry in entries])
     num_bytes = bytes_of(first.dtype, sizes, sum(entry.num_bytes for entry in entries))
-    return ContentKey(fqn, first.dtype, sizes, num_bytes, len(entries))
+    return KeySummary(fqn, first.dtype, sizes, num_bytes, len(entries))
 
 
-def _chunk(place: tuple[str, SafetensorsEntry]) -> ContentChunk:
+def _chunk(place: tuple[str, SafetensorsEntry]) -> ChunkSummary:
     name, entry = place
-    return ContentChunk(entry.offsets, entry.sizes, name, entry.begin, entry.num_bytes)
+    return ChunkSummary(entry.offsets, entry.sizes, name, entry.begin, entry.num_bytes)
 
 
 def _entry(entry: Any, box: Any, data_begin: int) -> SafetensorsEntry:

@@ -11,8 +11,11 @@ import torch
 from torchtitan_ext import _core
 
 
-def write_parts(parts: Sequence[tuple[Path, int, torch.Tensor]]) -> None:
+def write_parts(parts: Sequence[tuple[Path, int, torch.Tensor]], *, sync: bool = False) -> None:
     """Writes contiguous tensors on the CPU at byte offsets of files, and starts their write-back.
+
+    Args:
+        sync: Whether to wait until they are on the disk.
 
     Raises:
         OSError: Names the file.
@@ -23,7 +26,7 @@ def write_parts(parts: Sequence[tuple[Path, int, torch.Tensor]]) -> None:
     for path, offset, tensor in parts:
         runs.add_box(files[path], 1, (tensor.nbytes,), tensor.data_ptr(), (1,), offset, (1,))
     runs.write(1, True)
-    runs.finish(1, False)
+    runs.finish(1, sync)
 
 
 def make_file(path: Path, head: bytes, num_bytes: int) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from torchtitan_ext import _core
+from torchtitan_ext._core import ChunkSummary, KeySummary
 from torchtitan_ext.errors import DamagedCheckpointError, UnsafePickleError
 from torchtitan_ext.state.nested import FlatStateDict, flat_keys
 from torchtitan_ext.state.plain_value import NotPlainError, read_value
@@ -25,7 +26,7 @@ from torchtitan_ext.storage.checkpoint_files import Record
 from torchtitan_ext.storage.commit.steps import step_of
 from torchtitan_ext.storage.element_types import ITEM_BYTES
 from torchtitan_ext.storage.formats.archives import find_entries
-from torchtitan_ext.storage.formats.contents import ContentChunk, ContentFile, ContentKey, Contents, Scalar
+from torchtitan_ext.storage.formats.contents import ContentFile, Contents, Scalar
 from torchtitan_ext.storage.formats.detect import ZIP_START
 from torchtitan_ext.storage.formats.plain_files import PlainFiles
 from torchtitan_ext.storage.formats.scalars import read_number
@@ -205,10 +206,10 @@ def _begins_as_zip(path: Path) -> bool:
         return stream.read(len(ZIP_START)) == ZIP_START
 
 
-def _key(fqn: str, value: Any) -> ContentKey:
+def _key(fqn: str, value: Any) -> KeySummary:
     if not isinstance(value, torch.Tensor):
-        return ContentKey(fqn, None, None, 0, 0)
-    return ContentKey(fqn, dtype_name(value.dtype), tuple(value.shape), value.numel() * value.element_size(), 1)
+        return KeySummary(fqn, None, None, 0, 0)
+    return KeySummary(fqn, dtype_name(value.dtype), tuple(value.shape), value.numel() * value.element_size(), 1)
 
 
 def _scalars(path: Path, values: Mapping[str, Any]) -> dict[str, Scalar]:
@@ -227,9 +228,9 @@ def _scalars(path: Path, values: Mapping[str, Any]) -> dict[str, Scalar]:
     return found
 
 
-def _chunk(key: ContentKey, name: str) -> ContentChunk:
+def _chunk(key: KeySummary, name: str) -> ChunkSummary:
     offsets = None if key.sizes is None else (0,) * len(key.sizes)
-    return ContentChunk(offsets, key.sizes, name, None, key.num_bytes)
+    return ChunkSummary(offsets, key.sizes, name, None, key.num_bytes)
 
 
 def _load(path: Path, weights_only: bool, location: str) -> FlatStateDict:

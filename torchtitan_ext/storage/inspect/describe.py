@@ -7,12 +7,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError, UnknownFormatError
 from torchtitan_ext.storage.checkpoint_files import sharing_save
 from torchtitan_ext.storage.commit.opened import OpenedCheckpoint
 from torchtitan_ext.storage.commit.steps import step_of
-from torchtitan_ext.storage.formats.contents import ContentChunk, ContentFile, ContentKey, Contents, bytes_of, size_of
+from torchtitan_ext.storage.formats.contents import ContentFile, Contents, size_of
 from torchtitan_ext.storage.formats.detect import format_of
 from torchtitan_ext.storage.formats.plain_records import read_records
 from torchtitan_ext.storage.formats.safetensors_files import describe_safetensors
@@ -58,7 +57,7 @@ def _describe_dcp(path: Path, rank: int | None) -> Contents:
         text = f"each rank has metadata of its own ({_listed(ranks)}) and rank {rank} has none: name one of these"
         raise UnknownFormatError(str(path), text) from None
     try:
-        keys = [_key(one) for one in saved.columns.describe_keys()]
+        keys = saved.columns.describe_keys()
         files = [
             ContentFile(file.path, size_of(path / file.path), file.num_parts, _earlier_save(saved, file.path))
             for file in saved.columns.describe_files()
@@ -73,7 +72,7 @@ def _describe_dcp(path: Path, rank: int | None) -> Contents:
         "dcp",
         keys,
         files,
-        lambda fqn: _chunks(saved, fqn),
+        saved.columns.describe_chunks,
         lambda keys: read_scalars(path, saved, ((key.fqn, key.dtype is not None) for key in keys)),
         saved.planner_data if isinstance(saved.planner_data, dict) else {},
         lambda fqns: read_records(path, saved, fqns),
@@ -90,26 +89,6 @@ def _earlier_save(saved: SavedMetadata, name: str) -> str | None:
     """The id in the name of a shared file, unless it is that of this save."""
     save_id = sharing_save(name)
     return None if save_id == saved.save_id else save_id
-
-
-def _key(one: _core.KeySummary) -> ContentKey:
-    num_bytes = one.num_bytes
-    if one.dtype is not None and one.sizes is not None:
-        num_bytes = bytes_of(one.dtype, one.sizes, num_bytes)
-    return ContentKey(one.fqn, one.dtype, one.sizes, num_bytes, one.num_chunks)
-
-
-def _chunks(saved: SavedMetadata, fqn: str) -> Sequence[ContentChunk]:
-    number = saved.columns.find_key(fqn)
-    entry = None if number is None else saved.columns.key(number)
-    boxes = [(None, None)] if entry is None else saved.columns.chunk_list(entry.chunk_list)
-    chunks = []
-    for offsets, sizes in boxes:
-        found = saved.columns.find_part(fqn, offsets)
-        part = None if found is None else saved.columns.part(found)
-        place = (None, None, None) if part is None else (part.path, part.offset, part.num_bytes)
-        chunks.append(ContentChunk(offsets, sizes, *place))
-    return chunks
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -13,7 +13,7 @@ import io
 import os
 import pickle
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
 from pathlib import Path, PurePath
@@ -33,7 +33,7 @@ from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage.checkpoint_files import shown
 from torchtitan_ext.storage.metadata.lazy_metadata import MEMORY_FORMATS, PROPERTIES, LazyDict, lazy_entries, lazy_parts
-from torchtitan_ext.storage.metadata.saved_metadata import parse_pickle, parse_tables
+from torchtitan_ext.storage.metadata.saved_metadata import SavedMetadata, parse_pickle, parse_tables
 
 
 def parse_metadata(data: bytes) -> Metadata:
@@ -44,12 +44,19 @@ def parse_metadata(data: bytes) -> Metadata:
     Raises:
         ValueError: The bytes are damaged, or name something that is not part of a checkpoint's metadata.
     """
-    return _lazy_metadata(parse_pickle(data, PROPERTIES))
+    return metadata_of(parse_pickle(data, PROPERTIES))
 
 
-def metadata_of_tables(tables: bytes, files: Iterable[_core.RankFile], path: Path) -> Metadata:
-    """The metadata in the tables of an index that replaces ``.metadata``; raises FormatError if they are damaged."""
-    return _lazy_metadata(parse_tables(tables, files, path))
+def metadata_of(parsed: _core.ParsedMetadata | SavedMetadata) -> Metadata:
+    """DCP's metadata for what was read of one."""
+    metadata = Metadata(
+        lazy_entries(parsed.columns),
+        planner_data=parsed.planner_data,
+        storage_data=lazy_parts(parsed.columns),
+        storage_meta=None if parsed.storage_meta is None else _storage_meta(parsed.storage_meta),
+    )
+    metadata.version = parsed.version
+    return metadata
 
 
 def columns_of(state_dict_metadata: Mapping[str, Any]) -> _core.MetadataColumns | None:
@@ -71,17 +78,6 @@ def storage_meta_fields(meta: StorageMeta) -> dict[str, Any]:
     if isinstance(meta.checkpoint_id, PurePath):
         fields["checkpoint_id"] = (os.fspath(meta.checkpoint_id),)
     return fields
-
-
-def _lazy_metadata(parsed: _core.ParsedMetadata) -> Metadata:
-    metadata = Metadata(
-        lazy_entries(parsed.columns),
-        planner_data=parsed.planner_data,
-        storage_data=lazy_parts(parsed.columns),
-        storage_meta=None if parsed.storage_meta is None else _storage_meta(parsed.storage_meta),
-    )
-    metadata.version = parsed.version
-    return metadata
 
 
 def _storage_meta(fields: dict[str, Any]) -> StorageMeta:
@@ -206,7 +202,7 @@ class _MetadataFile:
         if "index" not in path.name:
             return parse_metadata(content)
         index = _core.parse_index(content, shown(path))
-        return metadata_of_tables(index.tables, index.files.values(), path)
+        return metadata_of(parse_tables(index.tables, index.files.values(), path))
 
 
 def _without_places(metadata: Metadata) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -30,6 +31,8 @@ class SavedMetadata:
     Attributes:
         storage_meta: The fields of DCP's ``StorageMeta``; empty if an older torch saved.
         version: The version of DCP's format.
+        digest: Equal on ranks that have read the same checkpoint.
+        content: The bytes of ``.metadata``; empty if an index replaces it.
         index: ``None`` if there is no index, or only one of another save.
     """
 
@@ -37,6 +40,8 @@ class SavedMetadata:
     planner_data: Any
     storage_meta: dict[str, Any]
     version: str | None
+    digest: str
+    content: bytes
     index: _core.Index | None
 
     @property
@@ -94,24 +99,40 @@ def read_saved_metadata(files: OpenedCheckpoint, rank: int | None, *, verify: st
         DamagedCheckpointError: One of the two is damaged, or they do not belong together.
         FileNotFoundError: There is neither ``.metadata`` nor an index that replaces it.
     """
+    saved = read_without_index(files, rank, verify=verify)
+    return saved if saved.index is not None else replace(saved, index=read_index_beside(files, rank, saved, verify))
+
+
+def read_without_index(
+    files: OpenedCheckpoint, rank: int | None, *, verify: str, properties: Sequence[str] = ()
+) -> SavedMetadata:
+    """``read_saved_metadata`` without the index beside a ``.metadata``; ``properties`` as for ``parse_pickle``."""
     path = metadata_path(files.directory, rank)
     try:
         data = files.read_metadata(path.name)
     except FileNotFoundError as error:
         return _of_index_alone(files, rank, verify, error)
     try:
-        parsed = parse_pickle(data)
+        parsed = parse_pickle(data, properties)
     except (ValueError, OverflowError) as error:
         raise DamagedCheckpointError(f"{path}: {error}") from None
-    columns, fields = parsed.columns, parsed.storage_meta if isinstance(parsed.storage_meta, dict) else {}
-    place, content = files.read_index(rank, _save_id(fields))
-    index = None
-    if content is not None:
-        named = {file.path for file in columns.describe_files()}
-        index = parse_index(
-            place, content, data, verify=verify, has_file=lambda file: file.name in named and files.has(file)
+    return _saved(parsed, f"{_core.digest(data):016x}", data, None)
+
+
+def read_index_beside(
+    files: OpenedCheckpoint, rank: int | None, saved: SavedMetadata, verify: str
+) -> _core.Index | None:
+    """The index beside the ``.metadata`` that ``read_without_index`` has read."""
+    path, content = files.read_index(rank, saved.save_id)
+    if content is None:
+        return None
+    named = cache(lambda: {file.path for file in saved.columns.describe_files()})
+    try:
+        return parse_index(
+            path, content, saved.content, verify=verify, has_file=lambda file: file.name in named() and files.has(file)
         )
-    return SavedMetadata(columns, parsed.planner_data, fields, parsed.version, index)
+    except OverflowError as error:
+        raise DamagedCheckpointError(f"{files.directory}: its records have no end ({error})") from None
 
 
 def parse_pickle(data: bytes, properties: Sequence[str] = ()) -> _core.ParsedMetadata:
@@ -150,6 +171,7 @@ def parse_tables(tables: bytes, files: Iterable[_core.RankFile], path: Path) -> 
 def _of_index_alone(
     files: OpenedCheckpoint, rank: int | None, verify: str, missing: FileNotFoundError
 ) -> SavedMetadata:
+    """Of a checkpoint without a ``.metadata``; raises ``missing`` without an index that replaces it."""
     path = index_path(files.directory, rank)
     try:
         content = files.read_metadata(path.name)
@@ -162,7 +184,12 @@ def _of_index_alone(
         parsed = parse_tables(index.tables, index.files.values(), path)
     except (ValueError, OverflowError) as error:
         raise DamagedCheckpointError(str(error)) from None
-    return SavedMetadata(parsed.columns, parsed.planner_data, parsed.storage_meta, parsed.version, index)
+    return _saved(parsed, index.save_id.hex(), b"", index)
+
+
+def _saved(parsed: _core.ParsedMetadata, digest: str, content: bytes, index: _core.Index | None) -> SavedMetadata:
+    fields = parsed.storage_meta if isinstance(parsed.storage_meta, dict) else {}
+    return SavedMetadata(parsed.columns, parsed.planner_data, fields, parsed.version, digest, content, index)
 
 
 def _is_count(value: object) -> TypeGuard[int]:

@@ -8,12 +8,13 @@ import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -25,19 +26,18 @@ from torchtitan_ext.storage.checkpoint_files import (
     Record,
     describe_damage,
     find_stock_tensors,
-    index_path,
     is_local,
-    metadata_path,
-    parse_index,
     shown,
     thread_count_of,
 )
 from torchtitan_ext.storage.commit.branch import remember_step
 from torchtitan_ext.storage.commit.opened import Footers, OpenedCheckpoint
 from torchtitan_ext.storage.futures import finished
-from torchtitan_ext.storage.metadata.metadata_file import metadata_of_tables, parse_metadata
+from torchtitan_ext.storage.metadata.lazy_metadata import PROPERTIES
+from torchtitan_ext.storage.metadata.metadata_file import metadata_of
+from torchtitan_ext.storage.metadata.saved_metadata import SavedMetadata, read_index_beside, read_without_index
 from torchtitan_ext.storage.native.device_buckets import bucket_bytes_of
-from torchtitan_ext.storage.native.read_batch import ReadBatch, add_box
+from torchtitan_ext.storage.native.read_batch import OpenFiles, ReadBatch, add_box
 from torchtitan_ext.storage.progress import progress
 from torchtitan_ext.storage.raw_tensor import DTYPES
 
@@ -52,11 +52,13 @@ class MetadataMark:
     """Names the metadata from which a rank made its plan; part of the plan.
 
     Attributes:
+        place: Where the files lie: ranks of one place must have opened the same. Empty: all ranks must.
         blocks: To the coordinator: the ledger of the blocks that this rank is going to read; empty if it does not know.
         part: From the coordinator: which of them this rank verifies; ``None``: all.
     """
 
     digest: str
+    place: tuple[str, ...] = ()
     blocks: bytes = b""
     part: Sequence[_core.BlockRange] | None = None
 
@@ -96,8 +98,9 @@ class FileReader(StorageReader):
         OSError: A file cannot be read.
     """
 
+    _of_different_saves = "ranks have read the metadata of different saves"
     _opened: OpenedCheckpoint | None
-    _metadata: bytes | None
+    _saved: SavedMetadata | None
     _mark: MetadataMark | None
     _index: _core.Index | None
     _footers: Footers
@@ -134,23 +137,11 @@ class FileReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         self._forget()
-        path = metadata_path(self.path, kwargs.get("rank"))
-        try:
-            self._metadata = self.files.read_metadata(path.name)
-        except FileNotFoundError as error:
-            metadata = self._metadata_of_index(index_path(self.path, kwargs.get("rank")))
-            if metadata is None:
-                raise error
-        else:
-            try:
-                metadata = parse_metadata(self._metadata)
-            except ValueError as error:
-                raise DamagedCheckpointError(f"{path}: {error}") from None
-            self.metadata_digest = f"{_core.digest(self._metadata):016x}"
-        # Older torch wrote none.
-        meta: StorageMeta = getattr(metadata, "storage_meta", None) or StorageMeta()
-        meta.load_id = self.load_id
-        metadata.storage_meta = meta
+        self._saved = read_without_index(self.files, kwargs.get("rank"), verify=self.verify, properties=PROPERTIES)
+        self._index, self.metadata_digest = self._saved.index, self._saved.digest
+        metadata = metadata_of(self._saved)
+        assert metadata.storage_meta is not None, "metadata without the fields of StorageMeta, please report"
+        metadata.storage_meta.load_id = self.load_id
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -160,24 +151,15 @@ class FileReader(StorageReader):
             raise ValueError(f"FileReader: the metadata of {self.path} does not say where its records lie")
         self.storage_data = metadata.storage_data
         self._is_coordinator = is_coordinator
-        if self._metadata is None:
+        if self._saved is None:
             return
         rank = None if kwargs.get("use_collectives", True) else kwargs.get("rank")
         if rank is None:  # else each rank has read its own
             self._mark = MetadataMark(self.metadata_digest)
         if self._index is not None:  # it stands for the metadata
             return
-        path, content = self.files.read_index(rank, save_id)
-        if content is not None:
-            named = functools.cache(lambda: {info.relative_path for info in self.storage_data.values()})
-            self._index = parse_index(
-                path,
-                content,
-                self._metadata,
-                verify=self.verify,
-                has_file=lambda file: file.name in named() and self.files.has(file),
-            )
-        self._metadata = None
+        self._index = read_index_beside(self.files, rank, self._saved, self.verify)
+        self._saved = None
         if self._index is None and self.verify != "none" and self._footers.are_expected:
             text = "has no index, so no checksums of .metadata: its data files are verified by their own footers"
             warn(f"{self.path} {text}")
@@ -195,8 +177,8 @@ class FileReader(StorageReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         marks = [plan.storage_data for plan in plans if isinstance(plan.storage_data, MetadataMark)]
-        if len({mark.digest for mark in marks}) > 1:
-            raise SavedOverError(str(self.path), "ranks have read the metadata of different saves")
+        if len({mark.place for mark in marks}) < len({(mark.place, mark.digest) for mark in marks}):
+            raise SavedOverError(str(self.path), self._of_different_saves)
         if len(marks) < len(plans) or not all(mark.blocks for mark in marks):
             return plans
         parts = _core.deal_blocks([mark.blocks for mark in marks])
@@ -240,10 +222,7 @@ class FileReader(StorageReader):
         for info in infos:
             places.setdefault(info.relative_path, {})[info.offset] = info.length
         tensors = {name: self._tensors_of(name, of_file) for name, of_file in places.items()}
-        return [
-            Record(info.relative_path, info.offset, info.length, tensors[info.relative_path].get(info.offset))
-            for info in infos
-        ]
+        return [_record_of(info, tensors[info.relative_path].get(info.offset)) for info in infos]
 
     def are_plain(self, indices: Sequence[MetadataIndex]) -> list[bool]:
         """Whether parts of these chunks can be read alone; else only ``torch.load`` can read their records."""
@@ -266,27 +245,23 @@ class FileReader(StorageReader):
         pairs = zip(indices, infos, strict=True)
         return [sum_of(info.relative_path, info.offset, index.fqn) for index, info in pairs]
 
-    def read_boxes(self, boxes: Sequence[tuple[MetadataIndex, Sequence[int], torch.Tensor]]) -> None:
-        """Reads parts of chunks without a plan: each chunk, the part's offsets in it, and the CPU tensor to fill.
+    def read_box(self, index: MetadataIndex, offsets: Sequence[int], place: torch.Tensor) -> None:
+        """Fills a CPU tensor with the part of a chunk at these offsets, without a plan.
 
         Raises:
-            DamagedCheckpointError: Bytes differ from those that were written; or a chunk is no plain tensor of that
+            DamagedCheckpointError: Bytes differ from those that were written; or the chunk is no plain tensor of that
                 dtype.
             OSError: A file cannot be read.
         """
-        records = self.find_records([index for index, _, _ in boxes])
-        runs = _core.RunReader()
-        files: dict[str, int] = {}
-        copies = []
-        for record, (index, offsets, place) in zip(records, boxes, strict=True):
-            if record.tensor is None or DTYPES[record.tensor.dtype] != place.dtype:
-                raise DamagedCheckpointError(f"{self.path / record.file}: {index.fqn} is not saved as {place.dtype}")
-            if record.file not in files:
-                files[record.file] = self.open_file(runs, record.file)
-            copies += add_box(runs, files[record.file], record.tensor, offsets, place)
-        self.read_runs(runs, list(files))
-        for place, values in copies:
-            place.copy_(values)
+        (record,) = self.find_records([index])
+        if record.tensor is None or DTYPES[record.tensor.dtype] != place.dtype:
+            raise DamagedCheckpointError(f"{self.path / record.file}: {index.fqn} is not saved as {place.dtype}")
+        files = OpenFiles(self)
+        file = files.number_of(record.file, files.read)
+        copies = add_box(files.runs, file, record.tensor, offsets, place)
+        files.read()
+        for target, values in copies:
+            target.copy_(values)
 
     def open_file(self, runs: _core.RunReader, name: str) -> int:
         """Adds a file with its checksums to a RunReader, and returns its number there.
@@ -344,10 +319,7 @@ class FileReader(StorageReader):
             DamagedCheckpointError: Blocks do not match their checksums.
             OSError: A file cannot be read.
         """
-        by_file: dict[str, list[_core.BlockRange]] = {}
-        for one in ranges:
-            by_file.setdefault(one.file, []).append(one)
-        for name, of_file in by_file.items():
+        for name, of_file in groupby(ranges, key=lambda one: one.file):
             runs = _core.RunReader()
             file = self.open_file(runs, name)
             for one in of_file:
@@ -359,28 +331,13 @@ class FileReader(StorageReader):
         """The reader of the files: this one, unless a transform lies between."""
         return self
 
-    def _metadata_of_index(self, path: Path) -> Metadata | None:
-        """The metadata in an index that replaces ``.metadata``; ``None`` without one."""
-        try:
-            self._metadata = self.files.read_metadata(path.name)
-        except FileNotFoundError:
-            return None
-        self._index = parse_index(path, self._metadata, None, verify=self.verify)
-        if self._index is None:
-            return None
-        self.metadata_digest = self._index.save_id.hex()
-        try:
-            return metadata_of_tables(self._index.tables, self._index.files.values(), path)
-        except ValueError as error:
-            raise DamagedCheckpointError(str(error)) from None
-
     def _forget(self) -> None:
         # Digest of the file that the metadata was read from: equal on ranks that see the same checkpoint.
         self.metadata_digest = ""
         # Bytes of the wanted items since the metadata was read, without gaps between them.
         self.num_bytes_read = 0
         self._opened = None
-        self._metadata = None
+        self._saved = None
         self._mark = None
         self._index = None
         self._footers = Footers(None)
@@ -388,40 +345,32 @@ class FileReader(StorageReader):
         self._blocks = _core.BlockLedger()
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        by_file = self._by_file(plan.items)
-        stored = {name: self._stored_of(name, members) for name, members in by_file.items()}
-        with progress(
-            "load, rank 0",
-            is_coordinator=self._is_coordinator,
-            total_bytes=lambda: _wanted_bytes(by_file, stored),
-            in_logs=False,
-        ) as advance:
+        records = self._records_of(plan.items)
+        total = functools.partial(_wanted_bytes, records)
+        with progress("load, rank 0", is_coordinator=self._is_coordinator, total_bytes=total, in_logs=False) as advance:
 
             def count(num_bytes: int) -> None:
                 self.num_bytes_read += num_bytes
                 advance(num_bytes)
 
-            batch = ReadBatch(
-                planner, self.open_file, self.read_runs, count, lambda: bucket_bytes_of(_wanted_bytes(by_file, stored))
-            )
-            for name, members in by_file.items():
-                for item, info in members:
-                    batch.add(name, item, info, stored[name].get(info.offset))
-                    if batch.num_bytes >= BATCH_BYTES:
-                        batch.read()
+            batch = ReadBatch(planner, self, count, lambda: bucket_bytes_of(total()))
+            for item, record in records:
+                batch.add(item, record)
+                if batch.num_bytes >= BATCH_BYTES:
+                    batch.read()
             batch.finish()
 
     def _foreseen_blocks(self, items: Sequence[ReadItem]) -> bytes:
         """The ledger of the blocks that a read of these items touches; empty where a file is not as it should be."""
         self._blocks = _core.BlockLedger()
         try:
-            for name, members in self._by_file(items).items():
+            for name, of_file in groupby(self._records_of(items), key=lambda pair: pair[1].file):
                 runs = _core.RunReader()
-                file, stored = self.open_file(runs, name), self._stored_of(name, members)
-                for item, info in members:
-                    tensor = stored.get(info.offset)
+                file = self.open_file(runs, name)
+                for item, record in of_file:
+                    tensor = record.tensor
                     if tensor is None or not tensor.is_row_major:
-                        runs.add_bytes(file, info.offset, info.length, 0)
+                        runs.add_bytes(file, record.offset, record.num_bytes, 0)
                     else:
                         runs.add_box(file, tensor, item.storage_offsets, item.lengths, 0, tensor.strides)
                 runs.touch()
@@ -430,13 +379,16 @@ class FileReader(StorageReader):
             return b""  # the read says what is wrong
         return self.describe_blocks()
 
-    def _by_file(self, items: Sequence[ReadItem]) -> dict[str, list[tuple[ReadItem, Any]]]:
-        """The items with their entries in ``storage_data``, by file."""
-        by_file: dict[str, list[tuple[ReadItem, Any]]] = {}
+    def _records_of(self, items: Sequence[ReadItem]) -> list[tuple[ReadItem, Record]]:
+        """The items with their records, file by file in the order of their first items."""
+        tensors = [item.storage_index for item in items if item.type != LoadItemType.BYTE_IO]
+        found = iter(self.find_records(tensors))
+        by_file: dict[str, list[tuple[ReadItem, Record]]] = {}
         for item in items:
-            info = self._info_of(item.storage_index)
-            by_file.setdefault(info.relative_path, []).append((item, info))
-        return by_file
+            is_value = item.type == LoadItemType.BYTE_IO
+            record = _record_of(self._info_of(item.storage_index), None) if is_value else next(found)
+            by_file.setdefault(record.file, []).append((item, record))
+        return [pair for of_file in by_file.values() for pair in of_file]
 
     def _info_of(self, index: MetadataIndex) -> Any:
         info = self.storage_data[index]
@@ -446,11 +398,6 @@ class FileReader(StorageReader):
                 "load it with FileSystemReader"
             )
         return info
-
-    def _stored_of(self, name: str, items: Sequence[tuple[ReadItem, Any]]) -> Mapping[int, _core.StoredTensor]:
-        """The plain tensors among the items of a file, by the offsets of their records."""
-        places = {info.offset: info.length for item, info in items if item.type != LoadItemType.BYTE_IO}
-        return self._tensors_of(name, places)
 
     def _tensors_of(self, name: str, places: Mapping[int, int]) -> dict[int, _core.StoredTensor]:
         """The plain tensors among some records of a file, by the records' offsets; ``places`` has their lengths."""
@@ -468,12 +415,12 @@ def _has_other_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _wanted_bytes(
-    by_file: Mapping[str, Sequence[tuple[ReadItem, Any]]], stored: Mapping[str, Mapping[int, _core.StoredTensor]]
-) -> int:
-    num_bytes = 0
-    for name, members in by_file.items():
-        for item, info in members:
-            tensor = stored[name].get(info.offset)
-            num_bytes += info.length if tensor is None else item.lengths.numel() * tensor.item_bytes
-    return num_bytes
+def _record_of(info: Any, tensor: _core.StoredTensor | None) -> Record:
+    return Record(info.relative_path, info.offset, info.length, tensor)
+
+
+def _wanted_bytes(records: Sequence[tuple[ReadItem, Record]]) -> int:
+    return sum(
+        record.num_bytes if record.tensor is None else item.lengths.numel() * record.tensor.item_bytes
+        for item, record in records
+    )

@@ -179,14 +179,14 @@ class FileWriter(StorageWriter):
         self.save_id = uuid.uuid4().hex
         self._has_named_a_save = False
         self.rank: int | None = None
-        self.confirm: Callable[[], None] = _ask_nobody
+        self.confirm: Callable[[], None] = ask_nobody
         self.use_collectives = True
         self._is_coordinator = False
         self._save: RunningSave | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # The save belongs to the process that holds its lock, and each copy saves under an id of its own.
-        return {**vars(self), "_save": None, "_has_named_a_save": True, "confirm": _ask_nobody}
+        return {**vars(self), "_save": None, "_has_named_a_save": True, "confirm": ask_nobody}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.abandon()
@@ -203,7 +203,7 @@ class FileWriter(StorageWriter):
             self.save_id = uuid.uuid4().hex
         self._has_named_a_save = True
         self._is_coordinator = is_coordinator
-        self.confirm = _ask_nobody
+        self.confirm = ask_nobody
         self.rank = kwargs.get("rank")
         self.use_collectives = kwargs.get("use_collectives", True)
 
@@ -249,11 +249,10 @@ class FileWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         return finished(lambda: self._write(plan, planner))
 
-    def finish(  # type: ignore[override]
-        self, metadata: Metadata, results: Sequence[_core.RankFile | WrittenFiles | None]
-    ) -> None:
+    def finish(self, metadata: Metadata, results: Sequence[WrittenFiles | None]) -> None:  # type: ignore[override]
         assert self._save is not None, "finish without prepare_global_plan, please report"
-        files = files_of(results)
+        of_ranks = [result for result in results if result is not None]
+        files = _core.join_shared([file for one in of_ranks for file in (*one.written, *one.shared)])
         self._save.check_names([file.name for file in files if file.save_id is None])
         self._save.remove_unused({file.name for file in files})
         metadata.version = CURRENT_DCP_VERSION
@@ -278,7 +277,7 @@ class FileWriter(StorageWriter):
         if place is not None and place.newer:
             with only_printed():
                 set_aside(place, self.save_id, sync=self.sync)
-        self.not_reused = self.not_reused or next(filter(None, map(_problem_of, results)), "")
+        self.not_reused = self.not_reused or next((one.not_reused for one in of_ranks if one.not_reused), "")
         if self.not_reused:
             with only_printed():
                 warn(f"save: what has not changed is written again: {self.not_reused}")
@@ -338,7 +337,7 @@ class FileWriter(StorageWriter):
         """This rank if each rank has metadata of its own, else ``None``."""
         return None if self.use_collectives else self.rank
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> _core.RankFile | WrittenFiles | None:
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> WrittenFiles | None:
         # Plans do not carry the save id: a cached plan would bring back an old one.
         place = find_place(self.target, self.rank or 0, is_own=not self.use_collectives)
         if not plan.items:
@@ -347,16 +346,16 @@ class FileWriter(StorageWriter):
         items = sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO)
         name = place.data_name(plan.storage_data.prefix)
         if place.earlier is None:
-            return self._write_file(place, name, items, planner)
+            return WrittenFiles([self._write_file(place, name, items, planner)])
         if isinstance(planner, WritesInPortions):
             reason = "a state that is staged in portions is written before it is known what has changed"
-            return WrittenFiles([self._write_file(place, name, items, planner)], [], reason)
+            return WrittenFiles([self._write_file(place, name, items, planner)], not_reused=reason)
         unchanged = share_unchanged(items, planner, place.earlier, place.directory, sync=self.sync)
         kept = [item for item in items if item.index in unchanged.kept]
         changed = [item for item in items if item.index not in unchanged.kept | unchanged.reused]
         groups = {name: changed, kept_name(plan.storage_data.prefix, place.save_id): kept}
         written = [self._write_file(place, name, group, planner, unchanged) for name, group in groups.items() if group]
-        return WrittenFiles(written, list(unchanged.shared), unchanged.not_reused)
+        return WrittenFiles(written, unchanged.shared, unchanged.not_reused)
 
     def _write_file(
         self,
@@ -395,21 +394,6 @@ class FileWriter(StorageWriter):
         return records.finish(name, bytes.fromhex(place.save_id), rank)
 
 
-def files_of(results: Sequence[_core.RankFile | WrittenFiles | None]) -> list[_core.RankFile]:
-    """The files of a save, from what ``write_data`` has returned on all ranks; each shared file once."""
-    files: list[_core.RankFile] = []
-    for result in results:
-        if isinstance(result, WrittenFiles):
-            files += [*result.written, *result.shared]
-        elif result is not None:
-            files.append(result)
-    return _core.join_shared(files)
-
-
-def _problem_of(result: _core.RankFile | WrittenFiles | None) -> str:
-    return result.not_reused if isinstance(result, WrittenFiles) else ""
-
-
 def _not_followed(argument: str, got: object, expected: str) -> WrongValueError:
     return WrongValueError(f"FileWriter: got {argument}={got!r}, expected {expected}")
 
@@ -419,7 +403,7 @@ def notes_of_save(num_ranks: int) -> list[tuple[str, str]]:
     return [("world_size", str(num_ranks)), ("torch", torch.__version__), ("torchtitan_ext", _VERSION)]
 
 
-def _ask_nobody() -> None:
+def ask_nobody() -> None:
     """Confirms a save of ``dcp.save``; ``tte.save`` asks whether other ranks have given up."""
 
 

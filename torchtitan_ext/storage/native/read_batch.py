@@ -4,18 +4,20 @@ buckets, other records through a buffer."""
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
 
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError
-from torchtitan_ext.layout.dtensor import box_of, is_wrapper, local_view
+from torchtitan_ext.layout.dtensor import box_of, is_plain_memory, is_wrapper, local_view, may_overlap_itself
 from torchtitan_ext.layout.wrapper import dense_values
 from torchtitan_ext.state.host_copies import row_major_boxes, takes_operators
+from torchtitan_ext.storage.checkpoint_files import Record
 from torchtitan_ext.storage.native.device_buckets import IncomingBuckets
 from torchtitan_ext.storage.progress import OnBytes
 from torchtitan_ext.storage.raw_tensor import DTYPES
@@ -27,19 +29,67 @@ CAST_BYTES = 16 << 20
 _MAX_OPEN_FILES = 128
 
 
-@dataclass
-class _Target:
-    """An item that is being read, and where to.
+class RecordFiles(Protocol):
+    """What reads the files of a checkpoint: a ``FileReader``, or another source of ``offline``."""
+
+    def find_records(self, indices: Sequence[MetadataIndex]) -> list[Record]:
+        """Where chunks lie."""
+        ...
+
+    def open_file(self, runs: _core.RunReader, name: str) -> int:
+        """Adds a file to a RunReader, and returns its number there."""
+        ...
+
+    def read_runs(self, runs: _core.RunReader, names: list[str]) -> None:
+        """Reads what was added."""
+        ...
+
+
+class OpenFiles:
+    """The files of a checkpoint that are read together. They stay open from one read to the next: opening a file again
+    reads the checksums of all its blocks again.
 
     Attributes:
-        source: What was read, to copy from; ``None`` if it was read into the target or goes there through a bucket.
-        is_written: Whether the target's own memory was read into. Autograd has not seen that.
+        runs: To which reads are added.
     """
 
-    item: ReadItem
-    tensor: torch.Tensor
-    source: torch.Tensor | None
-    is_written: bool
+    def __init__(self, files: RecordFiles) -> None:
+        self._files = files
+        self.close()
+
+    def number_of(self, name: str, read_before: Callable[[], None]) -> int:
+        """The number of a file in ``runs``; where too many are open, what was added is read first, and they close."""
+        if name not in self._numbers:
+            if len(self._numbers) >= _MAX_OPEN_FILES:
+                read_before()
+                self.close()
+            self._numbers[name] = self._files.open_file(self.runs, name)
+        return self._numbers[name]
+
+    def read(self) -> None:
+        """Reads what was added; after an error nothing of it is left.
+
+        Raises:
+            DamagedCheckpointError: Bytes are not what was written.
+        """
+        with self.forgotten_on_error():
+            self._files.read_runs(self.runs, list(self._numbers))
+
+    @contextmanager
+    def forgotten_on_error(self) -> Iterator[None]:
+        """The next call must not read what failed. Damage gets the error that callers know."""
+        try:
+            yield
+        except BaseException as error:
+            self.close()
+            if isinstance(error, (_core.FormatError, UnicodeDecodeError)):
+                raise DamagedCheckpointError(str(error)) from None
+            raise
+
+    def close(self) -> None:
+        """Forgets the files, and what was added and not read."""
+        self.runs = _core.RunReader()
+        self._numbers: dict[str, int] = {}
 
 
 class ReadBatch:
@@ -47,73 +97,53 @@ class ReadBatch:
     ``finish``.
 
     Args:
-        open_file: Adds a file of the checkpoint to a RunReader, and returns its number there.
-        read_runs: Reads all that was added to a RunReader; gets the names of its files, or raises.
+        files: Reads the files of the checkpoint.
         on_bytes: Called with each number of bytes that were read.
         bucket_bytes: Called once if there are targets of an accelerator, for the size of their buckets.
     """
 
     def __init__(
-        self,
-        planner: LoadPlanner,
-        open_file: Callable[[_core.RunReader, str], int],
-        read_runs: Callable[[_core.RunReader, list[str]], None],
-        on_bytes: OnBytes,
-        bucket_bytes: Callable[[], int],
+        self, planner: LoadPlanner, files: RecordFiles, on_bytes: OnBytes, bucket_bytes: Callable[[], int]
     ) -> None:
         self._planner = planner
-        self._open_file = open_file
-        self._read_runs = read_runs
+        self._files = OpenFiles(files)
         self._on_bytes = on_bytes
         self._bucket_bytes = bucket_bytes
         self._buckets: IncomingBuckets | None = None
-        self._runs = _core.RunReader()
-        self._files: dict[str, int] = {}
-        self._targets: list[_Target] = []
+        self._targets: list[tuple[ReadItem, torch.Tensor]] = []
+        self._sources: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []  # with what was read, to copy from
+        self._written: list[torch.Tensor] = []  # targets that were read into where they lie, unseen by autograd
         self._values: list[tuple[ReadItem, bytearray, torch.Tensor | None]] = []
         self._copies: list[Copy] = []  # within what is read
         self._cast_bytes = 0
         self.num_bytes = 0
         """The bytes that ``read`` will read."""
 
-    def add(self, name: str, item: ReadItem, info: Any, stored: _core.StoredTensor | None) -> None:
-        """Adds an item. Where a bucket is full, ``read`` is called for those before.
-
-        Args:
-            name: Name of the file.
-            info: The item's entry in the metadata's ``storage_data``.
-            stored: Where the elements lie; ``None`` if only ``torch.load`` can read the record.
-        """
-        if name not in self._files:
-            if len(self._files) >= _MAX_OPEN_FILES:
-                self.read()
-                self._runs, self._files = _core.RunReader(), {}
-            self._files[name] = self._open_file(self._runs, name)
-        file = self._files[name]
+    def add(self, item: ReadItem, record: Record) -> None:
+        """Adds an item, and where it lies. Where a bucket is full, ``read`` is called for those before."""
+        file, runs, stored = self._files.number_of(record.file, self.read), self._files.runs, record.tensor
         if item.type == LoadItemType.BYTE_IO or stored is None:
             target = None if item.type == LoadItemType.BYTE_IO else self._target(item)
-            self._runs.check_bytes(file, info.offset, info.length)  # before memory is asked for
-            content = bytearray(info.length)
+            runs.check_bytes(file, record.offset, record.num_bytes)  # before memory is asked for
+            content = bytearray(record.num_bytes)
             self._values.append((item, content, target))
-            self._runs.add_bytes(file, info.offset, info.length, _address(content))
-            self.num_bytes += info.length
+            runs.add_bytes(file, record.offset, record.num_bytes, _address(content))
+            self.num_bytes += record.num_bytes
             return
         target = self._target(item)
         dtype = DTYPES[stored.dtype]
-        if _goes_by_bucket(target):
-            self._add_to_buckets(file, item, stored, target)
-            return
         if is_plain_target(target, dtype):
-            self._copies += add_box(self._runs, file, stored, item.storage_offsets, target)
-            self._targets.append(_Target(item, target, None, is_written=True))
+            self._copies += add_box(self._files.runs, file, stored, item.storage_offsets, target)
+            self._written.append(target)
             self.num_bytes += target.nbytes
         elif is_wrapper(target):
             place = torch.empty(target.shape, dtype=dtype, device="cpu")
-            self._copies += add_box(self._runs, file, stored, item.storage_offsets, place)
-            self._targets.append(_Target(item, target, place, is_written=False))
+            self._copies += add_box(self._files.runs, file, stored, item.storage_offsets, place)
+            self._sources.append((item, target, place))
             self.num_bytes += place.nbytes
         else:
             self._add_in_parts(file, item, stored, target)
+        self._targets.append((item, target))
 
     def read(self) -> None:
         """Reads all added items, and gives them to the planner.
@@ -121,27 +151,27 @@ class ReadBatch:
         Raises:
             CheckpointReadError: A record of a subclass does not fit its target.
         """
-        self._read_runs(self._runs, list(self._files))
+        self._files.read()
         self._on_bytes(self.num_bytes)
         for item, content, target in self._values:
             if target is None:
                 self._planner.load_bytes(item, io.BytesIO(content))
             else:
-                self._targets.append(_Target(item, target, _loaded_box(item, content, target), is_written=False))
+                self._targets.append((item, target))
+                self._sources.append((item, target, _loaded_box(item, content, target)))
         with torch.no_grad():
             for place, values in self._copies:
                 place.copy_(values)
             if self._buckets is not None:
                 self._buckets.send()
-            for one in self._targets:
-                if one.source is not None:
-                    _copy(one.item, one.tensor, one.source)
+            for item, tensor, source in self._sources:
+                _copy(item, tensor, source)
         # Inference tensors count no versions.
-        written = [one.tensor for one in self._targets if one.is_written and not one.tensor.is_inference()]
-        torch.autograd.graph.increment_version(written)
-        for one in self._targets:
-            self._planner.commit_tensor(one.item, one.tensor)
-        self._targets, self._values, self._copies, self.num_bytes, self._cast_bytes = [], [], [], 0, 0
+        torch.autograd.graph.increment_version([tensor for tensor in self._written if not tensor.is_inference()])
+        for item, tensor in self._targets:
+            self._planner.commit_tensor(item, tensor)
+        self._targets, self._sources, self._written, self._values, self._copies = [], [], [], [], []
+        self.num_bytes = self._cast_bytes = 0
 
     def finish(self) -> None:
         """Reads what is left, and waits until all targets are filled."""
@@ -150,35 +180,37 @@ class ReadBatch:
             self._buckets.finish()
 
     def _add_in_parts(self, file: int, item: ReadItem, stored: _core.StoredTensor, target: torch.Tensor) -> None:
-        """Adds an item whose elements are cast, or not read into place for another reason, in parts of bounded size."""
-        dtype = DTYPES[stored.dtype]
-        # torch refuses to fill elements that share memory, if it sees all of them.
-        max_elements = CAST_BYTES // dtype.itemsize if _has_own_elements(target) else max(1, target.numel())
+        """Adds an item in parts of bounded size: one that goes through buckets, or whose elements are cast, or not read
+        into place for another reason."""
+        dtype, by_bucket = DTYPES[stored.dtype], _goes_by_bucket(target)
+        if by_bucket:
+            self._buckets = self._buckets or IncomingBuckets(self._bucket_bytes())
+            max_elements = self._buckets.bucket_bytes // dtype.itemsize
+        else:
+            # torch refuses to fill elements that share memory, if it sees all of them.
+            max_elements = max(1, target.numel()) if may_overlap_itself(target) else CAST_BYTES // dtype.itemsize
         for part_offsets, part in row_major_boxes(target, max_elements):
-            if self._cast_bytes + part.numel() * dtype.itemsize > CAST_BYTES:
-                self.read()
-            place = torch.empty(part.shape, dtype=dtype, device="cpu")
+            place = self._place_in_bucket(part, dtype) if by_bucket else self._place_to_cast(part, dtype)
             begin = [offset + inside for offset, inside in zip(item.storage_offsets, part_offsets, strict=True)]
-            self._copies += [*add_box(self._runs, file, stored, begin, place), (part, place)]
-            self._cast_bytes += place.nbytes
+            self._copies += add_box(self._files.runs, file, stored, begin, place)
+            self._copies += [] if by_bucket else [(part, place)]
             self.num_bytes += place.nbytes
-        self._targets.append(_Target(item, target, None, is_written=False))
 
-    def _add_to_buckets(self, file: int, item: ReadItem, stored: _core.StoredTensor, target: torch.Tensor) -> None:
-        if self._buckets is None:
-            self._buckets = IncomingBuckets(self._bucket_bytes())
-        dtype = DTYPES[stored.dtype]
-        offsets = list(item.storage_offsets)
-        for part_offsets, part in row_major_boxes(target, self._buckets.bucket_bytes // dtype.itemsize):
+    def _place_to_cast(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if self._cast_bytes + part.numel() * dtype.itemsize > CAST_BYTES:
+            self.read()
+        place = torch.empty(part.shape, dtype=dtype, device="cpu")
+        self._cast_bytes += place.nbytes
+        return place
+
+    def _place_in_bucket(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        assert self._buckets is not None
+        place = self._buckets.place(part, dtype)
+        if place is None:
+            self.read()
             place = self._buckets.place(part, dtype)
-            if place is None:
-                self.read()
-                place = self._buckets.place(part, dtype)
-            assert place is not None, "an empty bucket has no room for a part, please report"
-            begin = [offset + inside for offset, inside in zip(offsets, part_offsets, strict=True)]
-            self._copies += add_box(self._runs, file, stored, begin, place)
-            self.num_bytes += place.nbytes
-        self._targets.append(_Target(item, target, None, is_written=False))
+        assert place is not None, "an empty bucket has no room for a part, please report"
+        return place
 
     def _target(self, item: ReadItem) -> torch.Tensor:
         target = self._planner.resolve_tensor(item).detach()
@@ -192,24 +224,14 @@ class ReadBatch:
 
 def _goes_by_bucket(target: torch.Tensor) -> bool:
     """Whether a target is memory of an accelerator that takes our operators."""
-    if type(target) is not torch.Tensor or target.layout is not torch.strided or target.is_cpu:
-        return False
-    if target.is_conj() or target.is_neg() or target.is_inference():
-        return False
-    return takes_operators(target.device) and _has_own_elements(target)
+    return (
+        not target.is_cpu and not target.is_inference() and is_plain_memory(target) and takes_operators(target.device)
+    )
 
 
 def is_plain_target(target: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether elements of a saved dtype can be written straight into the target's memory."""
-    if type(target) is not torch.Tensor or target.layout is not torch.strided or not target.is_cpu:
-        return False
-    if target.dtype != dtype or target.is_conj() or target.is_neg():
-        return False
-    return _has_own_elements(target)
-
-
-def _has_own_elements(target: torch.Tensor) -> bool:
-    return target.is_contiguous() or not _core.may_overlap_itself(target.shape, target.stride())
+    return target.is_cpu and target.dtype == dtype and is_plain_memory(target)
 
 
 def _address(content: bytearray) -> int:

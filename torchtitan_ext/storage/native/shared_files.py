@@ -36,16 +36,16 @@ MAX_SHARED_FILES = 16
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """What one rank has written for a save that may share files, and what it shares.
+    """What one rank has written, and, for a save with ``reuse``, what it shares.
 
     Attributes:
         shared: With the records that this rank uses of them.
         not_reused: Why the rank could not share what it should have shared; empty if nothing stood in the way.
     """
 
-    written: list[_core.RankFile]
-    shared: list[_core.RankFile]
-    not_reused: str
+    written: Sequence[_core.RankFile]
+    shared: Sequence[_core.RankFile] = ()
+    not_reused: str = ""
 
     @property
     def reused_bytes(self) -> int:

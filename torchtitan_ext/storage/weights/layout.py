@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_ext.errors import Problem
@@ -25,33 +24,13 @@ from torchtitan_ext.storage.formats.sparse_files import make_file
 _ONE_FILE = "model.safetensors"
 
 
-@dataclass(frozen=True)
-class NewWeights:
-    """The files of a new directory.
-
-    Attributes:
-        files: By name. Of several ones an index names the file of each tensor.
-        num_bytes: Size of all tensors in bytes.
-    """
-
-    files: dict[str, NewSafetensors]
-    num_bytes: int
-
-    @property
-    def index(self) -> bytes | None:
-        """The content of the index; ``None`` of one file, which needs none."""
-        if len(self.files) == 1:
-            return None
-        return index_of({fqn: name for name, file in self.files.items() for fqn in file.offsets}, self.num_bytes)
-
-
 def lay_out_weights(
     tensors: Mapping[str, tuple[str, Sequence[int]]],
     max_file_bytes: int,
     file_numbers: Mapping[str, int] | None = None,
     tied: Mapping[str, str] | None = None,
-) -> NewWeights:
-    """The files for tensors of these dtypes and shapes.
+) -> dict[str, NewSafetensors]:
+    """The files for tensors of these dtypes and shapes, by name.
 
     Args:
         max_file_bytes: The most bytes of tensors in a file; one that is larger gets a file of its own.
@@ -63,11 +42,10 @@ def lay_out_weights(
     others: dict[str, dict[str, str]] = {}
     for other, fqn in (tied or {}).items():
         others.setdefault(fqn, {})[other] = fqn
-    files = {
+    return {
         name: lay_out({fqn: tensors[fqn] for fqn in group}, dict(ChainMap(*(others.get(fqn, {}) for fqn in group))))
         for name, group in zip(file_names(len(groups)), groups, strict=True)
     }
-    return NewWeights(files, sum(num_bytes.values()))
 
 
 def file_names(num_files: int) -> list[str]:
@@ -77,16 +55,18 @@ def file_names(num_files: int) -> list[str]:
     return [f"model-{number:05}-of-{num_files:05}.safetensors" for number in range(1, num_files + 1)]
 
 
-def make_weights(weights: NewWeights, directory: Path) -> list[Path]:
-    """Makes a directory with these files, without their elements, and their index. Nothing is synced.
+def make_weights(files: Mapping[str, NewSafetensors], directory: Path) -> list[Path]:
+    """Makes a directory with these files, without their elements, and, last, the index that several of them need.
+    Nothing is synced.
 
     Returns:
         All files.
     """
     directory.mkdir()
-    contents = {name: (file.header, file.num_bytes) for name, file in weights.files.items()}
-    index = weights.index
-    if index is not None:
+    contents = {name: (file.header, file.num_bytes) for name, file in files.items()}
+    if len(files) > 1:
+        weight_map = {fqn: name for name, file in files.items() for fqn in file.offsets}
+        index = index_of(weight_map, sum(file.num_bytes - len(file.header) for file in files.values()))
         contents[INDEX_NAME] = (index, len(index))
     for name, (head, num_bytes) in contents.items():
         make_file(directory / name, head, num_bytes)

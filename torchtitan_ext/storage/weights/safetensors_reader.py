@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError, Problem, SavedOverError, UnknownFormatError, named, refusal
@@ -23,23 +23,13 @@ from torchtitan_ext.storage.commit.opened import OpenedCheckpoint, identity_of
 from torchtitan_ext.storage.formats.detect import format_of
 from torchtitan_ext.storage.formats.plain_files import PlainFiles
 from torchtitan_ext.storage.formats.safetensors_files import ChunkRecord, find_safetensors
-from torchtitan_ext.storage.native.file_reader import FileReader
+from torchtitan_ext.storage.native.file_reader import FileReader, MetadataMark
 from torchtitan_ext.storage.raw_tensor import NAMES
 
 # Weights are replaced now and then, not all the time.
 _MAX_ATTEMPTS = 3
 
 _MAX_NAMED = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class _WeightsMark:
-    """The files that a rank has opened; part of its plan. Ranks of one host that name one path on one file system have
-    opened the same; containers of a host may have disks of their own.
-    """
-
-    place: tuple[str, int, str]
-    digest: str
 
 
 def reader_at(path: str | os.PathLike[str]) -> FileReader:
@@ -64,6 +54,8 @@ class SafetensorsReader(FileReader):
     Raises:
         ReshardError: (``read_metadata``) A header, an index or a file is damaged, missing or short; names it.
     """
+
+    _of_different_saves = "ranks have opened the files of different saves"
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         try:
@@ -94,14 +86,9 @@ class SafetensorsReader(FileReader):
         if not self._identities:  # with dcp.load one rank reads the headers for all
             return plan
         digest = f"{_core.digest(repr(sorted(self._identities.items())).encode()):016x}"
-        place = (socket.gethostname(), self.files.directory.stat().st_dev, os.path.realpath(self.path))
-        return dataclasses.replace(plan, storage_data=_WeightsMark(place, digest))
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        marks = {plan.storage_data for plan in plans if isinstance(plan.storage_data, _WeightsMark)}
-        if len({mark.place for mark in marks}) < len(marks):
-            raise SavedOverError(str(self.path), "ranks have opened the files of different saves")
-        return plans
+        # Ranks of one host that name one path on one file system; containers of a host may have disks of their own.
+        place = (socket.gethostname(), str(self.files.directory.stat().st_dev), os.path.realpath(self.path))
+        return dataclasses.replace(plan, storage_data=MetadataMark(digest, place))
 
     @property
     def files(self) -> OpenedCheckpoint:
@@ -160,9 +147,6 @@ class SafetensorsReader(FileReader):
             raise SavedOverError(str(self.path), f"{name} was replaced")
         self.files.trim()
         return descriptor
-
-    def _stored_of(self, name: str, items: Sequence[tuple[ReadItem, Any]]) -> dict[int, _core.StoredTensor]:
-        return {info.offset: self._stored(item.storage_index, info) for item, info in items}
 
     def _stored(self, index: MetadataIndex, info: Any) -> _core.StoredTensor:
         entry = self._entries[index.fqn]

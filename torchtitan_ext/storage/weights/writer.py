@@ -27,7 +27,7 @@ from torchtitan_ext.storage.formats.safetensors_files import SafetensorsEntry
 from torchtitan_ext.storage.formats.sparse_files import sync_files
 from torchtitan_ext.storage.formats.weights_directory import refuse_irreplaceable, replace_weights
 from torchtitan_ext.storage.futures import finished
-from torchtitan_ext.storage.native.file_writer import WritesInPortions
+from torchtitan_ext.storage.native.file_writer import WritesInPortions, ask_nobody
 from torchtitan_ext.storage.native.shared_files import CountsRequests
 from torchtitan_ext.storage.progress import progress
 from torchtitan_ext.storage.weights.boxes import PlacedBoxes
@@ -65,13 +65,6 @@ class StagedWeights:
     num_files: int
     known: bytes
     has_one_writer: bool
-
-
-@dataclass(frozen=True)
-class WrittenWeights:
-    """What one rank has written of tensors."""
-
-    num_bytes: int
 
 
 class SafetensorsWriter(StorageWriter):
@@ -126,13 +119,14 @@ class SafetensorsWriter(StorageWriter):
         self.max_file_bytes = max_file_bytes
         self.file_numbers = file_numbers
         self.one_writer_per_file = one_writer_per_file
-        self.weights_map = weights_map
+        self.has_transform = weights_map is not None
+        self._map = weights_map or SameTensors()
         self.sync = sync
         self.thread_count = thread_count
         self.save_id = ""
         self.rank = 0
         self.ranks: WriterRanks | None = None
-        self.confirm: Callable[[], None] = _ask_nobody
+        self.confirm: Callable[[], None] = ask_nobody
         self._is_coordinator = False
         self._planner: Any = None
         self._metadata: Metadata | None = None
@@ -143,7 +137,7 @@ class SafetensorsWriter(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         # The save belongs to the process that holds its lock.
-        return {**vars(self), "_staged": None, "_one_writer": None, "confirm": _ask_nobody}
+        return {**vars(self), "_staged": None, "_one_writer": None, "confirm": ask_nobody}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.abandon()
@@ -157,7 +151,7 @@ class SafetensorsWriter(StorageWriter):
         self.save_id = uuid.uuid4().hex
         self.rank = kwargs.get("rank") or 0
         self.ranks = None
-        self.confirm = _ask_nobody
+        self.confirm = ask_nobody
         self._is_coordinator = is_coordinator
         self._metadata = None
         self._one_writer = None
@@ -182,7 +176,7 @@ class SafetensorsWriter(StorageWriter):
             raise WrongValueError("a SafetensorsWriter needs the metadata of all ranks: save with tte.save")
         forms, known = self._map.forms(self._metadata)
         self._check_numbers(forms)
-        weights = lay_out_weights(forms, self.max_file_bytes, self.file_numbers, self._tied)
+        files = lay_out_weights(forms, self.max_file_bytes, self.file_numbers, self._tied)
         target = Path(os.path.realpath(self.target))
         if target.exists() and not target.is_dir():
             raise FileExistsError(f"{target} is a file, expected a directory for the weights; give another path")
@@ -202,22 +196,22 @@ class SafetensorsWriter(StorageWriter):
             stage.mkdir()
             # A name that no rank has seen before: a network file system may show it files of another save.
             self._directory = stage / self.save_id
-            self._files = make_weights(weights, self._directory)
+            self._files = make_weights(files, self._directory)
             self._staged = staged.pop_all()
         has_one_writer = self.one_writer_per_file
         if has_one_writer is None:
             has_one_writer = _core.is_on_network(os.fsencode(self._directory))
         has_one_writer &= self.ranks is not None and self.ranks.size > 1
         if has_one_writer and self.ranks is not None:
-            _check_open_files(len(weights.files), self.ranks.size)
+            _check_open_files(len(files), self.ranks.size)
         directory = os.path.relpath(self._directory, target.parent)
-        data = StagedWeights(directory, len(weights.files), known, has_one_writer)
+        data = StagedWeights(directory, len(files), known, has_one_writer)
         return [dataclasses.replace(plan, storage_data=data) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         return finished(lambda: self._write(plan, planner))
 
-    def finish(self, metadata: Metadata, results: Sequence[WrittenWeights]) -> None:  # type: ignore[override]
+    def finish(self, metadata: Metadata, results: Sequence[int]) -> None:  # type: ignore[override]
         assert self._staged is not None, "finish without prepare_global_plan, please report"
         staged, self._staged = self._staged, None
         staged.close()
@@ -231,16 +225,12 @@ class SafetensorsWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         meta = WeightsMeta(checkpoint_id=self.path, save_id=self.save_id)
-        meta.has_transform = self.weights_map is not None
+        meta.has_transform = self.has_transform
         return meta
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return is_local(checkpoint_id)
-
-    @property
-    def _map(self) -> WeightsMap:
-        return SameTensors() if self.weights_map is None else self.weights_map
 
     def _check_numbers(self, forms: TensorForms) -> None:
         if self.file_numbers is not None:
@@ -249,11 +239,12 @@ class SafetensorsWriter(StorageWriter):
             if missing:
                 raise refusal("save", [Problem("unsupported_tensor", fqn, detail) for fqn in missing])
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> WrittenWeights:
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> int:
+        """Returns the bytes of tensors that this rank has written."""
         staged: StagedWeights = plan.storage_data
         one_writer = self._one_writer_of(staged)
         if not plan.items and one_writer is None:
-            return WrittenWeights(0)
+            return 0
         places = self._map.places(plan.items, staged.known)
         paths = [self._directory_of(staged) / name for name in file_names(staged.num_files)]
         names = dict.fromkeys(part.fqn for parts in places.values() for part in parts)
@@ -283,7 +274,7 @@ class SafetensorsWriter(StorageWriter):
                     elif isinstance(planner, CountsRequests):
                         planner.expect_requests(-1)  # a transform drops it
                 boxes.write()
-            return WrittenWeights(boxes.num_bytes)
+            return boxes.num_bytes
 
     def refuse(self, plan: SavePlan) -> None:
         """This rank has failed before or in ``write_data``: the others do not wait for what it would send them."""
@@ -341,7 +332,3 @@ def _check_open_files(num_files: int, num_ranks: int) -> None:
 
 def _order(place: tuple[Path, SafetensorsEntry] | None) -> tuple[str, int]:
     return ("", 0) if place is None else (place[0].name, place[1].begin)
-
-
-def _ask_nobody() -> None:
-    """Confirms a save of ``dcp.save``."""

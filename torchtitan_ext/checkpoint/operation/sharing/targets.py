@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.checkpoint.operation.sharing.planned_reads import PlannedReads
 from torchtitan_ext.checkpoint.tables.key_table import lies_in_local
-from torchtitan_ext.layout.dtensor import is_wrapper, may_overlap_itself
+from torchtitan_ext.layout.dtensor import is_plain_memory, is_wrapper
 from torchtitan_ext.ranks.exchange import has_backend
 from torchtitan_ext.storage import FileReader
 
@@ -58,11 +58,9 @@ def find_tags(
 
 def _is_memory(tensor: Tensor) -> bool:
     """Whether boxes of a tensor can be sent and received where they lie."""
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda"):
+    if tensor.device.type not in ("cpu", "cuda") or tensor.is_quantized or tensor.is_inference():
         return False
-    if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_inference():
-        return False
-    return tensor.is_contiguous() or not may_overlap_itself(tensor)
+    return is_plain_memory(tensor)
 
 
 def _find_ties(tensors: Mapping[Place, Tensor], in_order: Sequence[Place]) -> tuple[set[Place], set[Place]]:
