@@ -185,7 +185,7 @@ def save_values(
     metadata: Metadata | None = None
 
     def plan_own_part() -> SavePlan:
-        set_up_save(values, writer, planner, is_coordinator=phases.is_coordinator, rank=phases.rank)
+        set_up_save(values, writer, planner, phases.rank)
         if isinstance(writer, SafetensorsWriter):
             writer.ranks = _ranks_of(phases)
         return writer.prepare_local_plan(planner.create_local_plan())
