@@ -79,8 +79,8 @@ def check_local_plans(
         data = plan.planner_data
         if isinstance(data, messages):
             # A load sends its table in a request; a table that is cached was looked at before.
-            found = getattr(getattr(data, "table", data), "problems", ())
-            problems += [problem for problem in found if problem.kind == "planner_subclass"]
+            rest = getattr(getattr(data, "table", data), "rest", None)
+            problems += [one for one in getattr(rest, "problems", ()) if one.kind == "planner_subclass"]
             continue
         is_alike = overrides(planner, ours, "create_local_plan")
         whose = type(planner).__qualname__ if is_alike else f"the planner of rank {rank}"
