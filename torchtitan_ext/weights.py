@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torchtitan_ext import checkpoint
 from torchtitan_ext.checkpoint import LoadReport, SavePlanner, SaveResult
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, checking_arguments
-from torchtitan_ext.checkpoint.operation.save_job import SaveJob, WeightsFormat
+from torchtitan_ext.checkpoint.operation.save_job import SaveJob
 from torchtitan_ext.checkpoint.operation.saves import Call, save_later, save_now
 from torchtitan_ext.checkpoint.operation.sharing.requests import ShareReads
 from torchtitan_ext.checkpoint.rules.casts import CastPolicy
@@ -86,8 +86,8 @@ def async_save(
 def _job(
     path: str | os.PathLike[str], planner: SavePlanner | None, max_file_bytes: int, transform: Transform | None
 ) -> SaveJob:
-    form = WeightsFormat(max_file_bytes, transform)
-    return SaveJob(path, planner=SavePlanner() if planner is None else planner, weights=form)
+    planner = SavePlanner() if planner is None else planner
+    return SaveJob(path, planner=planner, format="safetensors", max_file_bytes=max_file_bytes, transform=transform)
 
 
 def load(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
 from typing import Any, Literal, TypedDict
 
-from torchtitan_ext.checkpoint.operation.save_job import OnStorageError, SaveJob, WeightsFormat
+from torchtitan_ext.checkpoint.operation.save_job import OnStorageError, SaveJob
 from torchtitan_ext.errors import WrongValueError, warn
 from torchtitan_ext.storage.runs.retention import Keep
 from torchtitan_ext.storage.weights.writer import MAX_FILE_BYTES
@@ -42,7 +42,7 @@ def with_old_options(operation: str, job: SaveJob, old: Mapping[str, Any]) -> Sa
     if form not in ("dcp", "safetensors"):
         raise WrongValueError(f'{operation}: got format={form!r}, expected "dcp" or "safetensors"')
     if form == "safetensors":
-        job = replace(job, weights=WeightsFormat(**of_weights))
+        job = replace(job, format=form, **of_weights)
         called = "".join(f", {name}=..." for name in of_weights)
         _warn(operation, 'format="safetensors"', f"tte.weights.{operation}(state_dict, path{called})")
     elif of_weights.get("transform") is not None or of_weights.get("max_file_bytes", MAX_FILE_BYTES) != MAX_FILE_BYTES:

@@ -121,8 +121,8 @@ def apply(
         problems = _problems(found, changes, verify)
         if problems:
             raise refusal("apply", problems)
-        doing = f"ranks wrote changes; these may be part-written: {named(changed)}"
-        num_changed = phases.on_all("apply", write, doing=doing, undefined=changed)[phases.rank]
+        with phases.changing(changed, f"ranks wrote changes; these may be part-written: {named(changed)}"):
+            num_changed = phases.on_all("apply", write)[phases.rank]
         if verify == "all":
             doing = "ranks compared their tensors with what the changes lead to"
             wrong = SumTable.merge(phases.on_all("prove", sums_of_all, doing=doing)).differing(_of(changes, "after"))

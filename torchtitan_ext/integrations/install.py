@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 
 from torchtitan_ext.checkpoint import LoadPlanner, SavePlanner
 from torchtitan_ext.checkpoint.operation.save_job import OnStorageError
-from torchtitan_ext.checkpoint.operation.soft_failure import NothingSaved, failures_in_a_row, run_of, try_in_turn
+from torchtitan_ext.checkpoint.operation.soft_failure import NothingSaved, try_in_turn
 from torchtitan_ext.dcp_private import (
     EmptyStateDictLoadPlanner,
     ExtensionRegistry,
@@ -322,7 +322,7 @@ def _first_saved(
 ) -> Any:
     group, is_alone = passed.get("process_group"), passed.get("no_dist", False) or not dist.is_initialized()
     group = None if is_alone else group or dist.group.WORLD
-    outcome = try_in_turn(attempts, settings.on_storage_error, failures_in_a_row(group), run_of(path), _cause)
+    outcome = try_in_turn(attempts, settings.on_storage_error, group, path, _cause)
     is_coordinator = is_alone or dist.get_rank(group) == passed.get("coordinator_rank", 0)
     if not isinstance(outcome, NothingSaved):
         place = passed["storage_writer"].path

@@ -142,13 +142,8 @@ class TransferPlan:
             else:
                 bytes_to, bytes_from = self._bytes_to, self._bytes_from
                 self.version = None
-                phases.on_all(
-                    "exchange",
-                    lambda: self._exchange(run),
-                    doing=self._part_written,
-                    undefined=self._filled,
-                    exchange_name=self._name_of("exchange"),
-                )
+                with phases.changing(self._filled, self._part_written):
+                    phases.on_all("exchange", lambda: self._exchange(run), exchange_name=self._name_of("exchange"))
             unproved = () if held is None else self._prove(phases, held)
             phases.log_metrics(logger, self._part.total_bytes)
         self.version = next(iter(given.values()), None)
@@ -263,13 +258,8 @@ class TransferPlan:
             exchange.apply()
             self._finish(run)
 
-        phases.on_all(
-            "exchange",
-            fill,
-            doing=self._part_written,
-            undefined=self._filled,
-            exchange_name=self._name_of("exchange"),
-        )
+        with phases.changing(self._filled, self._part_written):
+            phases.on_all("exchange", fill, exchange_name=self._name_of("exchange"))
         return exchange.bytes_to, exchange.bytes_from
 
     def _finish(self, run: _Run) -> None:

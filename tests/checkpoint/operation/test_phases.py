@@ -19,7 +19,8 @@ def fail_on_rank_1(rank: int, world_size: int, error: type[Exception], undefined
         return rank
 
     with pytest.raises(Exception) as caught, Phases("load", path="/step") as phases:
-        phases.on_all("read", work, doing="values were read", undefined=undefined)
+        with phases.changing(undefined, "values were read"):
+            phases.on_all("read", work)
     assert phases.seconds["read"] > 0
     return f"{type(caught.value).__name__}: {caught.value}"
 

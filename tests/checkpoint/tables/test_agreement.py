@@ -140,7 +140,7 @@ def test_a_tensor_without_elements_is_held_by_all(shape: tuple[int, ...]) -> Non
 
 def test_problems_of_ranks_come_first_and_all_are_kept() -> None:
     own = Problem("partial_placement", "p", "holds Partial")
-    both = [replace(table, problems=(own,)) for table in tables({"w": plain()}, {"w": plain((5,))})]
+    both = [replace(table, rest=KeyTable({}, problems=(own,))) for table in tables({"w": plain()}, {"w": plain((5,))})]
     assert [problem.fqn for problem in agree(both, needs_all_ranks=True).problems] == ["p", "p", "w"]
 
 

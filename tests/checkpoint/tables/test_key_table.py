@@ -76,5 +76,5 @@ def test_keys_are_in_the_sections_of_what_ranks_have_in_common() -> None:
 def test_a_path_that_is_no_cut_of_its_key_travels_as_it_is(part: Any) -> None:
     paths = {f"a.{part}": ("a", part), "a.1": ("a", 1), "": ()}
     table = encode_table(KeyTable({}, stock_paths=paths))
-    assert table.message.odd_paths == {f"a.{part}": ("a", part)}
-    assert encoded().message.odd_paths == {"step": ("elsewhere",), "flags.True": ("flags", True)}
+    assert table.message.rest.stock_paths == {f"a.{part}": ("a", part)}
+    assert encoded().message.rest.stock_paths == {"step": ("elsewhere",), "flags.True": ("flags", True)}

@@ -100,7 +100,10 @@ def save_in_background(
         staged.clear()
         phases.close()
         raise
-    _in_thread(save_staged, saved)
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torchtitan_ext.async_save")
+    saved.set_running_or_notify_cancel()
+    thread.submit(_finish, save_staged, saved)
+    thread.shutdown(wait=False)
     if isinstance(staged, _SaveHere) and staged.portions is not None:
         _wait_for_rest(staged.portions, saved)
     return saved
@@ -143,13 +146,6 @@ def _portions_of(values: dict[str, Any], stager: CpuStager, writer: StorageWrite
         if accelerator is not None and device.type == accelerator.type:
             torch.accelerator.current_stream(device).synchronize()
     return Portions(stager)
-
-
-def _in_thread(save: Callable[[], SaveResult], saved: SaveFuture) -> None:
-    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torchtitan_ext.async_save")
-    saved.set_running_or_notify_cancel()
-    thread.submit(_finish, save, saved)
-    thread.shutdown(wait=False)
 
 
 def _finish(save: Callable[[], SaveResult], saved: SaveFuture) -> None:

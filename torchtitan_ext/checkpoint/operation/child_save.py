@@ -8,7 +8,6 @@ import logging
 import os
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from torchtitan_ext.checkpoint.operation.save_phases import SaveResult, save_val
 from torchtitan_ext.checkpoint.staging.child_process import ChildProcess
 from torchtitan_ext.checkpoint.staging.copies import StateMemory
 from torchtitan_ext.checkpoint.staging.host_buffers import mapped_memory
-from torchtitan_ext.checkpoint.staging.stager import CpuStager, tensors_in
+from torchtitan_ext.checkpoint.staging.stager import CpuStager, flat_bytes, tensors_in
 from torchtitan_ext.errors import CheckpointFailedError, LostRankError, StateRefusedError, WrongValueError
 from torchtitan_ext.ranks.side_group import GroupOffer, known_to_all
 from torchtitan_ext.ranks.store_address import StoreAddress, address_of_default_store
@@ -32,26 +31,6 @@ from torchtitan_ext.storage.commit.branch import remember_step
 logger = logging.getLogger(__name__)
 
 _WRITING = "child processes planned and wrote; checkpoints in other directories are as they were"
-
-
-@dataclass(frozen=True)
-class SaveRequest:
-    """What travels to the child.
-
-    Attributes:
-        directory: The working directory, to which a path of the storage may be relative.
-        content: The pickled state dict; its tensors are numbers.
-        tensors: Shapes and dtypes of the tensors, in their order in the memory that both processes see.
-        num_bytes: The size of that memory.
-    """
-
-    directory: str
-    job: SaveJob
-    writer: StorageWriter
-    timeout_seconds: float
-    content: bytes
-    tensors: list[tuple[torch.Size, torch.dtype]]
-    num_bytes: int
 
 
 class SaveInChild:
@@ -71,7 +50,7 @@ class SaveInChild:
         self.group_name = self._child.group_name if dist.is_initialized() else None
         memory = StateMemory(values)
         self._copies, buffer = stager.copy(memory.tensors)
-        self._file, self._num_bytes = (None, 0) if buffer is None else (buffer.file, buffer.memory.numel())
+        self._file = None if buffer is None else buffer.file
         stream = io.BytesIO()
         _SharingPickler(stream, self._copies).dump(memory.around(self._copies))
         self._content = stream.getvalue()
@@ -85,13 +64,11 @@ class SaveInChild:
 
         def save() -> SaveResult:
             child = self._child_in_group(phases, offers)
-            own = dataclasses.replace(job, storage_writer=None)
+            own = dataclasses.replace(job, storage_writer=writer)
             tensors = [(tensor.shape, tensor.dtype) for tensor in self._copies]
-            request = SaveRequest(
-                os.getcwd(), own, writer, phases.timeout_seconds, self._content, tensors, self._num_bytes
-            )
+            request = (own, phases.timeout_seconds, os.getcwd(), self._content, tensors)
             try:
-                return child.call(save_shared, request, file=self._file)
+                return child.call(save_shared, *request, file=self._file)
             except LostRankError as error:  # not of this rank's group, which can go on: the next save has new children
                 late = ", ".join(map(str, (*error.silent, *error.late)))
                 raise RuntimeError(f"its child process waited for that of rank(s) {late}: {error.reason}") from error
@@ -153,23 +130,31 @@ def join_ranks(address: StoreAddress, name: str, rank: int, size: int, timeout_s
     dist.init_process_group("gloo", store=address.connect(name, timeout), rank=rank, world_size=size, timeout=timeout)
 
 
-def save_shared(request: SaveRequest, file: int | None = None) -> SaveResult:
-    """In the child: plans and writes. Collective over the children of all ranks."""
-    os.chdir(request.directory)
-    values = _read_state(request, file)
-    with Phases("save", path=request.job.path, timeout_seconds=request.timeout_seconds) as phases:
-        return save_values(values, request.writer, request.job, phases)
+def save_shared(
+    job: SaveJob,
+    timeout_seconds: float,
+    directory: str,
+    content: bytes,
+    shared: list[tuple[torch.Size, torch.dtype]],
+    file: int | None = None,
+) -> SaveResult:
+    """In the child: plans and writes. Collective over the children of all ranks.
 
-
-def _read_state(request: SaveRequest, file: int | None) -> dict[str, Any]:
+    Args:
+        directory: The working directory, to which a path of the storage may be relative.
+        content: The pickled state dict; its tensors are numbers.
+        shared: Shapes and dtypes of the tensors, in their order in the file, the memory that both processes see.
+    """
+    os.chdir(directory)
     tensors: list[torch.Tensor] = []
     if file is not None:
-        memory = mapped_memory(file, request.num_bytes)
+        like = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shared]
+        tensors = tensors_in(mapped_memory(file, flat_bytes(like)), like)
         os.close(file)
-        like = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in request.tensors]
-        tensors = tensors_in(memory, like)
-    values: dict[str, Any] = _SharingUnpickler(io.BytesIO(request.content), tensors).load()
-    return values
+    values: dict[str, Any] = _SharingUnpickler(io.BytesIO(content), tensors).load()
+    assert job.storage_writer is not None, "a child got no storage, please report"
+    with Phases("save", path=job.path, timeout_seconds=timeout_seconds) as phases:
+        return save_values(values, job.storage_writer, job, phases)
 
 
 class _SharingPickler(pickle.Pickler):

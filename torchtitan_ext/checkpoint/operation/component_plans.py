@@ -8,11 +8,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner import LoadPlanner as StockLoadPlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
@@ -47,6 +47,7 @@ from torchtitan_ext.errors import (
 )
 from torchtitan_ext.state.nested import Path, flat_keys
 from torchtitan_ext.storage import FileReader
+from torchtitan_ext.storage.futures import result_of
 from torchtitan_ext.storage.metadata.saved_metadata import recorded_path
 from torchtitan_ext.transforms.reader import MappedReader
 
@@ -100,6 +101,21 @@ class PlannedSource:
     opened: OpenSource
     planner: StockLoadPlanner
     plan: LoadPlan
+
+    @property
+    def ours(self) -> LoadPlanner:
+        """The planner of a load that shares reads or is proved, which takes no other."""
+        return cast(LoadPlanner, self.planner)
+
+    @property
+    def can_cut(self) -> bool:
+        """Whether parts of items can be read alone: of others' readers nobody knows."""
+        return isinstance(self.opened.reader, FileReader)
+
+    def read(self, items: list[ReadItem]) -> None:
+        """Reads items of the plan, or parts of items, into their targets."""
+        if items:
+            result_of(self.opened.reader.read_data(replace(self.plan, items=items), self.planner))
 
     @property
     def report(self) -> LoadReport | None:
@@ -162,7 +178,9 @@ def sort_components(
     carried = {}
     for key, component in state_dict.items():
         at(str(key))
-        action = _action_for(str(key), component, rules)
+        action = rules.component_action(str(key))
+        if action == "reshard" and is_stateful(component) and can_reshard(component):
+            action = rules.object_action(str(key))
         if not isinstance(component, torch.Tensor):
             plan = ComponentPlan(action, position_class="" if can_reshard(component) else position_class(component))
             for plans in components.plans:
@@ -190,13 +208,6 @@ def sort_components(
     if policy is not None:
         _check_samples(components)
     return components
-
-
-def _action_for(name: str, component: Any, policy: ElasticPolicy) -> Action:
-    action = policy.component_action(name)
-    if action == "reshard" and is_stateful(component) and can_reshard(component):
-        return policy.object_action(name)
-    return action
 
 
 def _leave(key: Any, component: Stateful, action: Action, components: Components) -> None:

@@ -34,7 +34,6 @@ from torchtitan_ext.checkpoint.operation.component_plans import (
 )
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.checkpoint.operation.prove import check_has_sums, check_keeps_tensors, prove_load
-from torchtitan_ext.checkpoint.operation.sharing.planned_reads import PlannedReads
 from torchtitan_ext.checkpoint.operation.sharing.requests import ShareReads
 from torchtitan_ext.checkpoint.operation.sharing.share_reads import (
     ShareOffer,
@@ -246,15 +245,7 @@ def plan_load(job: LoadJob, opened: Sequence[OpenSource], components: Components
 
 def _plan_source(one: OpenSource, planner: StockLoadPlanner, values: dict[Any, Any], phases: Phases) -> LoadPlan:
     def plan_own_part() -> LoadPlan:
-        set_up_load(
-            values,
-            one.reader,
-            planner,
-            one.metadata,
-            is_coordinator=phases.is_coordinator,
-            rank=phases.rank,
-            is_of_one_rank=one.is_of_one_rank,
-        )
+        set_up_load(values, one.reader, planner, one.metadata, phases.rank, is_of_one_rank=one.is_of_one_rank)
         return one.reader.prepare_local_plan(planner.create_local_plan())
 
     def plan_all_parts(plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -271,50 +262,35 @@ def read_load(job: LoadJob, planned: Sequence[PlannedSource], components: Compon
         where they were asked to share it.
     """
     phases = job.phases
-    plans: list[LoadPlan] = []
+    is_ours = isinstance(job.planner, LoadPlanner)
+    reads: list[PlannedSource] = []  # of tensors, where the planner is ours
     open_readers = [one.opened.reader for one in planned]
     readers = [one.files_reader for one in open_readers if isinstance(one, FileReader)]
+    sharing: ReadSharing | None = None
 
     def read_values() -> ShareOffer:
         if job.prove:
             check_has_sums([one.opened for one in planned])
         for one in planned:
-            plan = one.planner.finish_plan(one.plan)
-            if isinstance(one.planner, LoadPlanner):
-                values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
-                tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
-                if values:
-                    result_of(one.opened.reader.read_data(replace(plan, items=values), one.planner))
-                plan = replace(plan, items=tensors)
-            plans.append(plan)
+            read = replace(one, plan=one.planner.finish_plan(one.plan))
+            if is_ours:
+                items = read.plan.items
+                read.read([item for item in items if item.type == LoadItemType.BYTE_IO])
+                tensors = [item for item in items if item.type != LoadItemType.BYTE_IO]
+                read = replace(read, plan=replace(read.plan, items=tensors))
+            reads.append(read)
         for reader in readers:
             reader.leaves_blocks = phases.size > 1  # of which it reads little, to verify_blocks
-        return offer(job.share_reads, shared_reads())
-
-    def shared_reads() -> list[PlannedReads]:
-        found = [
-            PlannedReads(one.opened.reader, one.planner, plan)
-            for one, plan in zip(planned, plans, strict=True)
-            if isinstance(one.planner, LoadPlanner)
-        ]
-        return found if len(found) == len(planned) else []
+        return offer(job.share_reads, reads if is_ours else [])
 
     def read_tensors() -> tuple[int, bool]:
-        for one, plan in zip(planned, plans, strict=True):
-            if isinstance(one.planner, LoadPlanner):
-                one.planner.change_targets()
-            if plan.items:
-                result_of(one.opened.reader.read_data(plan, one.planner))
-            if isinstance(one.planner, LoadPlanner):
-                one.planner.finish_load()
-        return result()
-
-    def finish() -> tuple[int, bool]:
-        for one in shared_reads():
-            one.planner.finish_load()
-        return result()
-
-    def result() -> tuple[int, bool]:
+        for one in reads:
+            if is_ours and sharing is None:
+                one.ours.change_targets()
+            if one.plan.items and sharing is None:
+                result_of(one.opened.reader.read_data(one.plan, one.planner))
+            if is_ours:
+                one.ours.finish_load()
         num_bytes = sum(reader.num_bytes_read for reader in open_readers if isinstance(reader, FileReader))
         return num_bytes, any(reader.has_unverified_blocks for reader in readers)
 
@@ -323,14 +299,12 @@ def read_load(job: LoadJob, planned: Sequence[PlannedSource], components: Compon
     if problems:
         raise refusal("load", problems)
     loaded = components.loaded(job.policy)
-    doing = f"tensors were read; these may be part-written: {', '.join(loaded)}"
-    sharing = None
-    if is_worth_asking(offers):
-        sharing = read_sharing(job.share_reads, shared_reads(), offers, phases, doing=doing, undefined=loaded)
-    of_ranks = phases.on_all("read", read_tensors if sharing is None else finish, doing=doing, undefined=loaded)
-    num_bytes, have_unverified_blocks = zip(*of_ranks, strict=True)
-    if any(have_unverified_blocks):
-        verify_blocks(readers, phases, doing=doing, undefined=loaded)
+    with phases.changing(loaded, f"tensors were read; these may be part-written: {', '.join(loaded)}"):
+        if is_worth_asking(offers):
+            sharing = read_sharing(job.share_reads, reads, offers, phases)
+        num_bytes, have_unverified_blocks = zip(*phases.on_all("read", read_tensors), strict=True)
+        if any(have_unverified_blocks):
+            verify_blocks(readers, phases)
     return sum(num_bytes), sharing
 
 
@@ -362,8 +336,8 @@ def take_load(job: LoadJob, components: Components) -> set[str]:
         return with_tensors
 
     changed = components.changed(job.policy)
-    doing = f"components took their state; undefined are {', '.join(changed)}"
-    return {name for names in phases.on_all("take", take, doing=doing, undefined=changed) for name in names}
+    with phases.changing(changed, f"components took their state; undefined are {', '.join(changed)}"):
+        return {name for names in phases.on_all("take", take) for name in names}
 
 
 def _taken(component: Any, value: Any) -> Any:

@@ -120,6 +120,8 @@ class Phases:
         """How long each phase took on this rank."""
         self.num_retries = 0
         """How often the operation began anew."""
+        self._changed: tuple[str, ...] = ()
+        self._changing = self._doing = ""
         self._trace = trace
         if trace is not None:
             trace.rank = self.rank
@@ -222,13 +224,21 @@ class Phases:
         if self._ranks is not None:
             self._ranks[0].confirm()
 
+    @contextmanager
+    def changing(self, changed: tuple[str, ...], doing: str) -> Iterator[None]:
+        """Around phases in which ranks do this. Components that they change may be part-written if a rank fails."""
+        self._changed, self._changing = changed, doing
+        try:
+            yield
+        finally:
+            self._changed, self._changing = (), ""
+
     def on_all(
         self,
         name: str,
         work: Callable[[], T],
         *,
-        doing: str,
-        undefined: tuple[str, ...] = (),
+        doing: str = "",
         places: Sequence[Place] | None = None,
         hold_the_same: Callable[[list[T]], bool] = lambda _: False,
         exchange_name: str = "",
@@ -238,8 +248,7 @@ class Phases:
         Args:
             name: Name of the phase, for messages and ``seconds``.
             work: Called on each rank.
-            doing: What the ranks are doing, to follow "while" in messages.
-            undefined: Components that may be part-written if a rank fails.
+            doing: What the ranks are doing, to follow "while" in messages; by default as told by ``changing``.
             places: This rank's checkpoints; where ranks name different ones, that is the error, whatever else failed.
             hold_the_same: Whether the results show that different places hold copies of one checkpoint, which is fine.
             exchange_name: Where ``work`` waits for other ranks: a name that no other such work on the group has, the
@@ -247,7 +256,7 @@ class Phases:
                 end of the phase while another one still works; the error of the group that is lost meanwhile is not
                 told, but the one that was announced.
         """
-        with self._phase(name, doing, undefined):
+        with self._phase(name, doing):
             data = self._own_part(work, exchange_name)
             if self._ranks is None:
                 return _values([data], self._trace)
@@ -279,17 +288,11 @@ class Phases:
             return values
 
     def through_coordinator(
-        self,
-        name: str,
-        work: Callable[[], T],
-        on_coordinator: Callable[[list[T]], list[R]],
-        *,
-        doing: str,
-        undefined: tuple[str, ...] = (),
+        self, name: str, work: Callable[[], T], on_coordinator: Callable[[list[T]], list[R]], *, doing: str = ""
     ) -> R:
         """This rank's part of what the coordinator makes from all results. Arguments as in ``on_all``."""
-        with self._phase(name, doing, undefined):
-            parts = self._coordinators_parts(name, "", work, on_coordinator, self.size, doing)
+        with self._phase(name, doing):
+            parts = self._coordinators_parts(name, "", work, on_coordinator, self.size)
             return cast(R, _value(parts[0] if self._ranks is None else self._ranks[1].scatter(parts)))
 
     def to_coordinator(
@@ -301,7 +304,7 @@ class Phases:
             then: The name of the coordinator's part in messages.
         """
         with self._phase(name, doing):
-            parts = self._coordinators_parts(name, then, work, lambda results: [on_coordinator(results)], 1, doing)
+            parts = self._coordinators_parts(name, then, work, lambda results: [on_coordinator(results)], 1)
             return cast(R, _value(parts[0] if self._ranks is None else self._ranks[1].broadcast(b"".join(parts))))
 
     def _coordinators_parts(
@@ -311,7 +314,6 @@ class Phases:
         work: Callable[[], T],
         on_coordinator: Callable[[list[T]], list[R]],
         num_parts: int,
-        doing: str,
     ) -> list[bytes]:
         """What the coordinator makes from all results, or its failure; nothing on other ranks, which wait for it."""
         data = self._own_part(work)
@@ -319,13 +321,13 @@ class Phases:
         if self._ranks is not None:
             watch, exchange = self._ranks
             heads = exchange.heads(data, self._opening(name))
-            watch.begin(then or name, doing)
+            watch.begin(then or name, self._doing)
             gathered = exchange.rest_on_coordinator(data, heads)
             if not self.is_coordinator:
                 return []
             # Other ranks may have given up while this process was stopped: then it must commit nothing.
             watch.confirm()
-            watch.begin(then or name, doing)
+            watch.begin(then or name, self._doing)
 
         def make() -> list[bytes]:
             with self._span(then or _COORDINATOR):
@@ -367,14 +369,15 @@ class Phases:
         return nullcontext() if self._trace is None else self._trace.span(name)
 
     @contextmanager
-    def _phase(self, name: str, doing: str, undefined: tuple[str, ...] = ()) -> Iterator[None]:
+    def _phase(self, name: str, doing: str) -> Iterator[None]:
         watch = None if self._ranks is None else self._ranks[0]
+        self._doing = doing or self._changing
         if self._turn is not None:
             self._turn.in_phase = threading.get_ident()
         with timed(self.seconds, name), self._span(name):
             try:
                 if watch is not None:
-                    watch.begin(name, doing)
+                    watch.begin(name, self._doing)
                 yield
                 if watch is not None:
                     watch.confirm()
@@ -382,7 +385,7 @@ class Phases:
                 own = failure.errors.get(self.rank)
                 if isinstance(own, (KeyboardInterrupt, SystemExit)):
                     raise own from None
-                raise self._known_to_all(self._own_error(failure, name, undefined)) from None
+                raise self._known_to_all(self._own_error(failure, name)) from None
             except (LostRankError, DifferentCallsError, StateRefusedError) as error:
                 self._known_to_all(error)
                 raise
@@ -400,14 +403,14 @@ class Phases:
             leave_report_to_rank_0(error, self.rank)
         return error
 
-    def _own_error(self, failure: PhaseFailure, name: str, undefined: tuple[str, ...]) -> TorchtitanExtError:
+    def _own_error(self, failure: PhaseFailure, name: str) -> TorchtitanExtError:
         errors = failure.errors
         ours = next((error for error in errors.values() if isinstance(error, TorchtitanExtError)), None)
-        if ours is not None and not undefined and not failure.advice:
+        if ours is not None and not self._changed and not failure.advice:
             return ours
         texts = {rank: f"{type(error).__name__}: {error}{failure.advice}" for rank, error in errors.items()}
         is_soft = failure.of_storage.issuperset(errors)
-        return CheckpointFailedError(self._operation, texts, undefined, name, self._path, is_soft)
+        return CheckpointFailedError(self._operation, texts, self._changed, name, self._path, is_soft)
 
 
 def key_of(group: dist.ProcessGroup | None) -> object:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -19,7 +19,6 @@ from torchtitan_ext import _core
 from torchtitan_ext._core import SumTable, add_sums
 from torchtitan_ext.checkpoint.operation.component_plans import Components, OpenSource, PlannedSource
 from torchtitan_ext.checkpoint.operation.phases import Phases
-from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.rules.report import NO_TENSOR, LoadProof
 from torchtitan_ext.checkpoint.tables.agreement import agree
 from torchtitan_ext.checkpoint.tables.component import is_stateful
@@ -149,7 +148,8 @@ def prove_load(
         reshaped = {
             fqn: shape
             for fqn, source in share
-            if fqn in stored and (shape := _saved_shape(fqn, source)) != agreement.shape_of(fqn)
+            if fqn in stored
+            and (shape := tuple(source.entries[source.saved_name(fqn)].size)) != agreement.shape_of(fqn)
         }
         own_sums = {fqn: found for fqn, found in stored.items() if fqn in of_one_rank and isinstance(found, int)}
         return _Summed(sums, stored, failed, sums.differing(own_sums), reshaped)
@@ -192,7 +192,7 @@ def _collect(own: _OwnTensors, state: dict[Any, Any], components: Components, pl
     loaded: set[str] = set()
     others: set[str] = set()
     for position, one in enumerate(planned):
-        source, planner = one.opened, cast(LoadPlanner, one.planner)  # tte.load has checked it
+        source, planner = one.opened, one.ours
         values = planner.loaded_values(state)
         tensors = {}
         for fqn in planner.wanted.entries:
@@ -222,10 +222,6 @@ def _why_changed(value: Any, fqn: str, source: OpenSource) -> str | None:
     if isinstance(saved, TensorStorageMetadata) and value.dtype != saved.properties.dtype:
         return f"it was cast from {saved.properties.dtype} to {value.dtype}"
     return None
-
-
-def _saved_shape(fqn: str, source: OpenSource) -> tuple[int, ...]:
-    return tuple(source.entries[source.saved_name(fqn)].size)  # type: ignore[union-attr]
 
 
 def _sum_all(

@@ -21,31 +21,6 @@ from torchtitan_ext.storage.runs.retention import Keep
 from torchtitan_ext.storage.weights.writer import MAX_FILE_BYTES
 from torchtitan_ext.transforms.rules import Transform
 
-
-@dataclass(frozen=True)
-class WeightsFormat:
-    """How a save writes safetensors files: the arguments of ``tte.weights.save``."""
-
-    max_file_bytes: int = MAX_FILE_BYTES
-    transform: Transform | None = None
-
-    def check(self, operation: str, path: Any, fallback: Any) -> None:
-        """Raises TypeError or ValueError unless it can be written in this form to this path, and to the fallback."""
-        check_count(operation, "max_file_bytes", self.max_file_bytes)
-        check_argument(operation, "transform", self.transform, (Transform, NoneType), "a tte.transforms.Transform")
-        for name, place in (("the path ", path), ("fallback=", fallback)):
-            if place is not None and not is_local(place):
-                raise WrongValueError(
-                    f"{operation}: got {name}{str(place)!r}, expected a directory: safetensors files are not written "
-                    "to URLs"
-                )
-        if path is not None and os.fspath(path).endswith(".safetensors"):
-            raise WrongValueError(
-                f"{operation}: got the path {str(path)!r}, expected a directory, in which the files are made; leave "
-                ".safetensors out"
-            )
-
-
 OnError = Literal["raise", "warn"]
 
 
@@ -110,7 +85,7 @@ class SaveJob:
     See ``tte.save``, ``tte.weights.save`` and ``tte.CheckpointManager``.
 
     Attributes:
-        weights: How safetensors are written; ``None`` for a checkpoint of DCP.
+        max_file_bytes, transform: How safetensors are written; a checkpoint of DCP has no use for them.
         runs: The directories that may have steps of the run: that of the path, and its folders in the fallback.
         fallback_place: Where the coordinator writes what storage refuses at ``path``: ranks may know the run by
             different paths.
@@ -124,7 +99,9 @@ class SaveJob:
     on_storage_error: OnStorageError = OnStorageError()
     fingerprints: bool = False
     reuse: str | os.PathLike[str] | None = None
-    weights: WeightsFormat | None = None
+    format: Literal["dcp", "safetensors"] = "dcp"
+    max_file_bytes: int = MAX_FILE_BYTES
+    transform: Transform | None = None
     branch: Branch = "set_aside"
     runs: tuple[Path, ...] = ()
     fallback_place: str | None = None
@@ -141,9 +118,8 @@ class SaveJob:
         check_argument(operation, "fingerprints", self.fingerprints, bool, "True or False")
         check_argument(operation, "reuse", self.reuse, (str, os.PathLike, NoneType), 'a checkpoint or "latest"')
         self._check_options_of_files(operation)
-        if self.weights is not None:
-            self._check_no_checkpoint(operation)
-            self.weights.check(operation, self.path, self.on_storage_error.fallback)
+        if self.format == "safetensors":
+            self._check_weights(operation)
         self._check_keep(operation)
         reuse = self.reuse if self.reuse in (None, "latest") else os.path.abspath(self.reuse)
         return replace(self, reuse=reuse, runs=self.on_storage_error.runs_of(self.path))
@@ -179,14 +155,27 @@ class SaveJob:
             if is_asked and place is not None and not is_local(place):
                 raise WrongValueError(f"{operation}: got {option} and {str(place)!r}, expected a directory: {why}")
 
-    def _check_no_checkpoint(self, operation: str) -> None:
-        """Raises ValueError of options that safetensors have no use for."""
+    def _check_weights(self, operation: str) -> None:
+        """Raises TypeError or ValueError unless safetensors can be written so, to this path and to the fallback."""
         for name in ("storage_writer", "keep", "step_pattern", "fingerprints", "reuse"):
             value = self.keep.newest if name == "keep" and self.keep else getattr(self, name)
             if value:
                 raise WrongValueError(
                     f"{operation}: got {name}={value!r} for safetensors, expected none: that is of checkpoints"
                 )
+        check_count(operation, "max_file_bytes", self.max_file_bytes)
+        check_argument(operation, "transform", self.transform, (Transform, NoneType), "a tte.transforms.Transform")
+        for name, place in (("the path ", self.path), ("fallback=", self.on_storage_error.fallback)):
+            if place is not None and not is_local(place):
+                raise WrongValueError(
+                    f"{operation}: got {name}{str(place)!r}, expected a directory: safetensors files are not written "
+                    "to URLs"
+                )
+        if self.path is not None and os.fspath(self.path).endswith(".safetensors"):
+            raise WrongValueError(
+                f"{operation}: got the path {str(self.path)!r}, expected a directory, in which the files are made; "
+                "leave .safetensors out"
+            )
 
     def _check_keep(self, operation: str) -> None:
         keep, pattern = self.keep, self.step_pattern

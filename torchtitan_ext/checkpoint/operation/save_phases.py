@@ -82,10 +82,9 @@ def writer_at(job: SaveJob) -> StorageWriter:
         ValueError: ``keep`` for a place that is no step of a run.
     """
     path, writer = job.path, job.storage_writer
-    if job.weights is not None and path is not None:
-        transform = job.weights.transform
-        weights_map = None if transform is None else TransformedTensors(transform)
-        return SafetensorsWriter(path, max_file_bytes=job.weights.max_file_bytes, weights_map=weights_map)
+    if job.format == "safetensors" and path is not None:
+        weights_map = None if job.transform is None else TransformedTensors(job.transform)
+        return SafetensorsWriter(path, max_file_bytes=job.max_file_bytes, weights_map=weights_map)
     if writer is None and path is not None and FileWriter.validate_checkpoint_id(path):
         made = FileWriter(
             path, fingerprints=job.fingerprints, reuse=job.reuse, step_pattern=job.step_pattern, branch=job.branch
@@ -135,10 +134,9 @@ def ask_for_states(state_dict: Mapping[Any, Any], job: SaveJob, phases: Phases) 
 
 def _form_of(job: SaveJob) -> str:
     """What ranks must agree on, because each writes its part by itself."""
-    if job.weights is None:
+    if job.format == "dcp":
         return "no safetensors"
-    transform = job.weights.transform
-    return "safetensors" if transform is None else f"safetensors through {transform!r}"
+    return "safetensors" if job.transform is None else f"safetensors through {job.transform!r}"
 
 
 def _warn_of_url(job: SaveJob) -> None:
@@ -186,7 +184,7 @@ def save_values(
     metadata: Metadata | None = None
 
     def plan_own_part() -> SavePlan:
-        set_up_save(values, writer, planner, is_coordinator=phases.is_coordinator, rank=phases.rank)
+        set_up_save(values, writer, planner, phases.rank)
         if isinstance(writer, SafetensorsWriter):
             writer.ranks = _ranks_of(phases)
         return writer.prepare_local_plan(planner.create_local_plan())
@@ -200,21 +198,18 @@ def save_values(
 
     def write() -> Any:
         try:
-            return write_own_part()
+            final_plan = planner.finish_plan(plan)
+            if isinstance(planner, SavePlanner):
+                check_final_items(planner, planner.plan.items, final_plan.items)
+            if portions is not None:
+                portions.stage(final_plan, planner)
+            written = result_of(writer.write_data(final_plan, cast(StockSavePlanner, portions or planner)))
+            _check_all_written(final_plan, written, phases.rank)
+            return written
         except BaseException:
             if isinstance(writer, SafetensorsWriter):
                 writer.refuse(plan)
             raise
-
-    def write_own_part() -> Any:
-        final_plan = planner.finish_plan(plan)
-        if isinstance(planner, SavePlanner):
-            check_final_items(planner, planner.plan.items, final_plan.items)
-        if portions is not None:
-            portions.stage(final_plan, planner)
-        written = result_of(writer.write_data(final_plan, cast(StockSavePlanner, portions or planner)))
-        _check_all_written(final_plan, written, phases.rank)
-        return written
 
     def commit(results: list[Any]) -> SaveResult:
         assert metadata is not None, "the coordinator has no metadata, please report"

@@ -49,7 +49,7 @@ def save_with_retries(
             phases.num_retries += 1
             yield partial(save, job if path is job.path else dataclasses.replace(job, path=path))
 
-    outcome = try_in_turn(attempts(), handling, failures_in_a_row(phases.group), run_of(job.path), _cause)
+    outcome = try_in_turn(attempts(), handling, phases.group, job.path, _cause)
     if not isinstance(outcome, NothingSaved):
         return outcome
     text = f"save: nothing was saved ({outcome.in_a_row}): {outcome.cause}"
@@ -75,22 +75,29 @@ class NothingSaved:
         return f"{self.num_failures} in a row, {self.max_failures} raise"
 
 
+# By ``key_of`` a group how many saves have failed since the last that did not, by directory of the run. Only the
+# operation whose turn it is on a group changes its counts.
+_failures: WeakKeyDictionary[object, Counter[str]] = WeakKeyDictionary()
+
+
 def try_in_turn(
     attempts: Iterable[Callable[[], T]],
     handling: OnStorageError,
-    failures: Counter[str],
-    run: str,
+    group: dist.ProcessGroup | None,
+    path: str | os.PathLike[str] | None,
     cause_of: Callable[[BaseException], str | None],
 ) -> T | NothingSaved:
     """What the first attempt returns that storage does not refuse. The same on all ranks, where attempts are.
 
     Args:
-        failures: How many saves have failed since the last that did not, by directory of the run; counts this one.
+        group, path: Of the save: its failures in a row are counted by the group and the directory of the run.
         cause_of: Why an attempt failed, where that is storage.
 
     Raises:
         BaseException: What storage did not cause; else what the last attempt raised, unless it is only warned of.
     """
+    failures = _failures.setdefault(key_of(group), Counter())
+    run = "" if path is None else str(Path(path).absolute().parent)
     causes: dict[str, None] = {}
     last: BaseException | None = None
     for attempt in attempts:
@@ -110,17 +117,3 @@ def try_in_turn(
     if handling.on_error == "raise" or failures[run] >= handling.max_failures:
         raise last
     return NothingSaved("; ".join(causes), failures[run], handling.max_failures)
-
-
-def run_of(path: str | os.PathLike[str] | None) -> str:
-    """The directory whose failures in a row are counted."""
-    return "" if path is None else str(Path(path).absolute().parent)
-
-
-# Only the operation whose turn it is on a group changes its counts.
-_failures: WeakKeyDictionary[object, Counter[str]] = WeakKeyDictionary()
-
-
-def failures_in_a_row(group: dist.ProcessGroup | None) -> Counter[str]:
-    """How many saves have failed since the last that did not, by directory of the run."""
-    return _failures.setdefault(key_of(group), Counter())

@@ -9,12 +9,11 @@ from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.storage import FileReader
 
 
-def verify_blocks(readers: Sequence[FileReader], phases: Phases, *, doing: str, undefined: tuple[str, ...]) -> None:
+def verify_blocks(readers: Sequence[FileReader], phases: Phases) -> None:
     """Verifies the blocks that ranks have touched and none has verified; each is read by one rank. Collective.
 
     Args:
         readers: One per checkpoint, in the same order on all ranks.
-        doing, undefined: As in ``Phases.on_all``.
 
     Raises:
         CheckpointFailedError: Blocks do not match their checksums, or cannot be read; names rank, file and tensors.
@@ -31,5 +30,5 @@ def verify_blocks(readers: Sequence[FileReader], phases: Phases, *, doing: str, 
         for reader, blocks in zip(readers, parts, strict=True):
             reader.verify_blocks(blocks)
 
-    parts = phases.through_coordinator("verify", describe, deal, doing=doing, undefined=undefined)
-    phases.on_all("verify", verify, doing=doing, undefined=undefined)
+    parts = phases.through_coordinator("verify", describe, deal)
+    phases.on_all("verify", verify)

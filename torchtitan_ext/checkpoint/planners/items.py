@@ -111,7 +111,7 @@ def metadata_entries(agreement: Agreement, plan: _core.WritePlan) -> dict[str, A
 
 def metadata_paths(agreement: Agreement, tables: Sequence[RankTable]) -> dict[str, tuple[Any, ...]]:
     """The path of each key of any rank in the nested state dict."""
-    paths = {fqn: path for table in reversed(tables) for fqn, path in table.odd_paths.items()}
+    paths = {fqn: path for table in reversed(tables) for fqn, path in table.rest.stock_paths.items()}
     return {**paths, **agreement.world.paths()}
 
 

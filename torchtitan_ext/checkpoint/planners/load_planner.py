@@ -183,14 +183,7 @@ class LoadPlanner(DefaultLoadPlanner):
         """
         if self.state_dict.keys() != self._flat.values.keys():
             return self.state_dict
-        flat = flatten_targets(
-            state_dict,
-            self.metadata.state_dict_metadata,
-            self.rules.source,
-            nested=self.flatten_state_dict,
-            sharded_tensors=self.flatten_sharded_tensors,
-        )
-        return flat.values
+        return self._flatten(state_dict).values
 
     def why_unproved(self, fqn: str) -> str | None:
         """Why the fingerprint of a loaded key cannot be that of the saved one; ``None`` where it must be."""
@@ -220,13 +213,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self.metadata = metadata
         self._saved_chunks = SavedChunks()
         self.is_coordinator = is_coordinator
-        self._flat = flatten_targets(
-            state_dict,
-            metadata.state_dict_metadata,
-            self.rules.source,
-            nested=self.flatten_state_dict,
-            sharded_tensors=self.flatten_sharded_tensors,
-        )
+        self._flat = self._flatten(state_dict)
         self._places = self._flat.paths
         # Copies, because subclasses change them.
         self.mappings = dict(self._flat.stock_paths)
@@ -284,7 +271,9 @@ class LoadPlanner(DefaultLoadPlanner):
         self._values_due.discard(fqn)
         try:
             read = read_value(value, weights_only=self.weights_only, allow_classes=self.allow_classes)
-            loaded = self._as_target(fqn, read)
+            target = self.state_dict[fqn]
+            is_tensor = isinstance(target, torch.Tensor)
+            loaded = number_for(read, target.dtype, self._cast) if is_tensor else on_devices_of(target, read)
         except NotPlainError as error:
             self._refused[fqn] = error.found
         except ValueError as error:
@@ -345,6 +334,11 @@ class LoadPlanner(DefaultLoadPlanner):
             raise CheckpointReadError(read_item.dest_index.fqn, box)
         return box
 
+    def _flatten(self, state_dict: dict[str, Any]) -> FlatStateDict:
+        saved, source = self.metadata.state_dict_metadata, self.rules.source
+        is_nested, has_shards = self.flatten_state_dict, self.flatten_sharded_tensors
+        return flatten_targets(state_dict, saved, source, nested=is_nested, sharded_tensors=has_shards)
+
     def _request(self) -> ReadRequest:
         if not self._is_set_up:
             not_ours = KeyTable({}, problems=(not_set_up(self, "state_dict, metadata, is_coordinator"),))
@@ -364,21 +358,21 @@ class LoadPlanner(DefaultLoadPlanner):
         problems += uncuttable_wrappers(self.state_dict, wanted_table, self._chunk_list)
         self.wanted = dataclasses.replace(wanted_table, problems=tuple(problems))
         self._encoded = encode_table(self.wanted)
-        absent = {fqn: table.entries[fqn] for fqn in fitted.missing if fqn in self._places}
+        missing = [fqn for fqn, why in fitted.not_read.items() if why == "missing"]
+        absent = {fqn: table.entries[fqn] for fqn in missing if fqn in self._places}
         self._tied = tied_keys(self.state_dict, {**fitted.wanted, **absent}, fitted.wanted) if absent else {}
         self._tied = {fqn: first for fqn, first in self._tied.items() if fqn in absent}
-        missing = tuple(fqn for fqn in fitted.missing if fqn not in self._tied)
+        not_read = {fqn: why for fqn, why in fitted.not_read.items() if fqn not in self._tied}
+        if self.allow_partial_load:
+            not_read |= {fqn: "skipped" for fqn, why in not_read.items() if why == "missing"}
         return ReadRequest(
             self._encoded.message,
             name_metadata(self.metadata),
             rules=f"{rules.policy}, {dataclasses.replace(rules.source, path=None)}",
             saved_names=self._saved_names,
-            missing=() if self.allow_partial_load else missing,
+            not_read=not_read,
             advice={fqn: text for fqn in missing if (text := nested_stateful(self.state_dict[fqn])) is not None},
-            skipped=missing if self.allow_partial_load else (),
             tied=self._tied,
-            left=tuple(fitted.left),
-            refused=tuple(fitted.refused),
             components=rules.components,
         )
 
@@ -402,12 +396,6 @@ class LoadPlanner(DefaultLoadPlanner):
         """Bumps the versions of DTensors: these count apart from the local tensors that the load writes."""
         values = [self.state_dict[fqn] for fqn in fqns]
         torch.autograd.graph.increment_version([value for value in values if isinstance(value, DTensor)])
-
-    def _as_target(self, fqn: str, loaded: Any) -> Any:
-        target = self.state_dict[fqn]
-        if isinstance(target, torch.Tensor):
-            return number_for(loaded, target.dtype, self._cast)
-        return on_devices_of(target, loaded)
 
     def _reads(self, decided: Mapping[str, Steps]) -> _core.Reads:
         entries = dict(self.wanted.entries)

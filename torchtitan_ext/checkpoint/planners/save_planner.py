@@ -404,7 +404,7 @@ def _tied_of(tables: Sequence[RankTable], agreement: Agreement) -> tuple[dict[st
     tied: dict[str, str] = {}
     problems = []
     for rank, table in enumerate(tables):
-        for fqn, first in table.tied.items():
+        for fqn, first in table.rest.tied.items():
             if tied.setdefault(fqn, first) == first and fqn not in agreement.number_of:
                 continue
             other = f"of {tied[fqn]}" if tied[fqn] != first else "of its own"
@@ -451,7 +451,7 @@ def _warn_of_replicas(compared: ReplicaComparison) -> None:
 
 
 def _warn_of_unread_values(tables: Sequence[RankTable]) -> None:
-    unread = {fqn: found for table in tables for fqn, found in table.unread.items()}
+    unread = {fqn: found for table in tables for fqn, found in table.rest.unread.items()}
     if not unread:
         return
     values = named([f"{fqn} ({found})" for fqn, found in unread.items()])

@@ -79,8 +79,8 @@ def check_local_plans(
         data = plan.planner_data
         if isinstance(data, messages):
             # A load sends its table in a request; a table that is cached was looked at before.
-            found = getattr(getattr(data, "table", data), "problems", ())
-            problems += [problem for problem in found if problem.kind == "planner_subclass"]
+            rest = getattr(getattr(data, "table", data), "rest", None)
+            problems += [one for one in getattr(rest, "problems", ()) if one.kind == "planner_subclass"]
             continue
         is_alike = overrides(planner, ours, "create_local_plan")
         whose = type(planner).__qualname__ if is_alike else f"the planner of rank {rank}"
@@ -164,10 +164,9 @@ def _problem(planner: object, detail: str) -> Problem:
     return Problem("planner_subclass", type(planner).__qualname__, detail)
 
 
-def set_up_save(
-    values: dict[Any, Any], writer: StorageWriter, planner: StockSavePlanner, *, is_coordinator: bool, rank: int
-) -> None:
+def set_up_save(values: dict[Any, Any], writer: StorageWriter, planner: StockSavePlanner, rank: int) -> None:
     """Sets up planner and storage for a save, as DCP does before it asks for local plans. Not collective."""
+    is_coordinator = rank == 0
     if _takes(planner.set_up_planner, "storage_meta"):
         planner.set_up_planner(values, storage_meta=writer.storage_meta(), is_coordinator=is_coordinator)
     else:
@@ -210,12 +209,12 @@ def set_up_load(
     reader: StorageReader,
     planner: StockLoadPlanner,
     metadata: Metadata,
-    *,
-    is_coordinator: bool,
     rank: int,
+    *,
     is_of_one_rank: bool,
 ) -> None:
     """Sets up planner and storage for a load, as DCP does before it asks for local plans. Not collective."""
+    is_coordinator = rank == 0
     planner.set_up_planner(values, metadata, is_coordinator)
     if _takes(reader.set_up_storage_reader, "kwargs"):
         reader.set_up_storage_reader(metadata, is_coordinator, rank=rank, use_collectives=not is_of_one_rank)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.tensor import DTensor
 
 from torchtitan_ext.checkpoint.rules.casts import FLOATS, CastPolicy, cast_problem, kind_of_number
-from torchtitan_ext.checkpoint.rules.load_rules import LoadRules
+from torchtitan_ext.checkpoint.rules.load_rules import LoadRules, WhyNotRead
 from torchtitan_ext.checkpoint.rules.policy import Source
 from torchtitan_ext.checkpoint.tables.key_table import (
     KeyEntry,
@@ -62,7 +62,7 @@ def flatten_targets(
 
 @dataclass(frozen=True)
 class FittedTargets:
-    """The targets of one rank, each in one of ``wanted``, ``missing``, ``left`` and ``refused``: see ``ReadRequest``.
+    """The targets of one rank, each in one of ``wanted`` and ``not_read``: see ``ReadRequest``.
 
     Attributes:
         numbers: For each Python number that was saved as a tensor, a tensor to read it into.
@@ -70,9 +70,7 @@ class FittedTargets:
 
     wanted: dict[str, KeyEntry]
     saved_names: dict[str, str]
-    missing: list[str]
-    left: list[str]
-    refused: list[str]
+    not_read: dict[str, WhyNotRead]
     numbers: dict[str, torch.Tensor]
     problems: list[Problem]
 
@@ -81,21 +79,21 @@ def fit_targets(
     targets: Mapping[str, Any], table: KeyTable, metadata: Metadata, rules: LoadRules, cast: CastPolicy
 ) -> FittedTargets:
     """Compares each target with the saved value of its key."""
-    fitted = FittedTargets({}, {}, [], [], [], {}, [])
+    fitted = FittedTargets({}, {}, {}, {}, [])
     for fqn, entry in table.entries.items():
         if not rules.is_loaded(fqn, is_tensor=not isinstance(entry, ObjectEntry)):
-            fitted.left.append(fqn)
+            fitted.not_read[fqn] = "left"
             continue
         saved_name = rules.source.saved_name(fqn)
         saved = metadata.state_dict_metadata.get(saved_name)
         if saved is None:
-            fitted.missing.append(fqn)
+            fitted.not_read[fqn] = "missing"
             continue
         problem = _find_misfit(fqn, targets[fqn], entry, saved, cast)
         if problem is not None:
             fitted.problems.append(problem)
             if problem.kind != "wrong_dtype":  # where only the dtype does not fit, all else is compared
-                fitted.refused.append(fqn)
+                fitted.not_read[fqn] = "refused"
                 continue
         if isinstance(saved, BytesStorageMetadata):
             fitted.wanted[fqn] = ObjectEntry()
@@ -107,7 +105,7 @@ def fit_targets(
             fitted.wanted[fqn] = entry
         if saved_name != fqn:
             fitted.saved_names[fqn] = saved_name
-    fitted.problems.extend(problem for problem in table.problems if problem.fqn not in fitted.left)
+    fitted.problems.extend(problem for problem in table.problems if fitted.not_read.get(problem.fqn) != "left")
     return fitted
 
 

@@ -8,7 +8,6 @@ position is known by the class of the object that has it, or by the keys that su
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -61,9 +60,10 @@ def position_problems(joint: JointRequest, old: World, new: World) -> tuple[list
             f"it is the position of {kind}, which counts the batches of one rank: saved by {old}, loaded by {new}, it "
             "would skip samples or give them twice; load it on as many data-parallel ranks as saved"
         )
+        glob = name if name in joint.components else f"{name}.*"
         advice = (
             ", read the data with tte.elastic.ElasticDataLoader, give the object a method reshard, or pass "
-            f"policy=ElasticPolicy({{{_pattern(name, joint.components)!r}: 'reset'}}), which begins anew; 'keep' loads "
+            f"policy=ElasticPolicy({{{glob!r}: 'reset'}}), which begins anew; 'keep' loads "
             "it as it is"
         )
         problems.append(Problem("cannot_reshard", name, detail, advice))
@@ -74,10 +74,6 @@ def _differ(old: World, new: World) -> bool:
     """Whether other numbers of ranks get different data; by the number of all ranks, where the meshes do not tell."""
     counts = [num_data_parallel(world.mesh, world.size) for world in (old, new)]
     return old.size != new.size if None in counts else counts[0] != counts[1]
-
-
-def _pattern(name: str, components: Collection[str]) -> str:
-    return name if name in components else f"{name}.*"
 
 
 def _positions(joint: JointRequest) -> dict[str, str]:

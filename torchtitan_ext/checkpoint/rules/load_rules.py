@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -19,6 +19,10 @@ MODEL = "model"
 of the state dict has this name."""
 
 UNTOUCHED = "left as is"
+
+WhyNotRead = Literal["missing", "skipped", "left", "refused"]
+"""Why a load does not read a key of the state dict: the checkpoint lacks it; lacks it and may (``allow_partial_load``);
+the policy, or every source, leaves it out; its saved value has another kind or shape than the target."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +92,9 @@ class ReadRequest:
         metadata_name: Names the metadata that the rank has read: after ``use_collectives=False`` each rank has its own.
         rules: Policy and source as text, to compare between ranks.
         saved_names: The checkpoint's names of keys, where they differ.
-        missing: Keys that the checkpoint lacks.
+        not_read: All other keys, but those that are tied.
         advice: What to do about some of the missing keys.
-        skipped: Keys that the checkpoint lacks and may lack (``allow_partial_load``).
         tied: Keys that the checkpoint lacks and whose target is that of a key that is read: they are filled with it.
-        left: Keys that the policy, or every source, leaves out.
-        refused: Keys whose saved value has another kind or shape than the target.
         components: The plan of each top-level key that is no tensor.
     """
 
@@ -101,12 +102,9 @@ class ReadRequest:
     metadata_name: str
     rules: str = ""
     saved_names: Mapping[str, str] = field(default_factory=dict)
-    missing: tuple[str, ...] = ()
+    not_read: Mapping[str, WhyNotRead] = field(default_factory=dict)
     advice: Mapping[str, str] = field(default_factory=dict)
-    skipped: tuple[str, ...] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
-    left: tuple[str, ...] = ()
-    refused: tuple[str, ...] = ()
     components: Mapping[str, ComponentPlan] = field(default_factory=dict)
 
 
@@ -132,24 +130,17 @@ class JointRequest:
         saved_names = {fqn: name for request in self.requests for fqn, name in request.saved_names.items()}
         return {fqn: saved_names.get(fqn, fqn) for fqn in self.held}
 
-    @cached_property
-    def missing(self) -> list[str]:
-        return list(dict.fromkeys(fqn for request in self.requests for fqn in request.missing))
-
-    @cached_property
-    def skipped(self) -> list[str]:
-        return list(dict.fromkeys(fqn for request in self.requests for fqn in request.skipped))
+    def not_read(self, *reasons: WhyNotRead) -> list[str]:
+        """The keys that some rank does not read for one of these reasons."""
+        found = (item for request in self.requests for item in request.not_read.items())
+        return list(dict.fromkeys(fqn for fqn, why in found if why in reasons))
 
     @cached_property
     def tied(self) -> dict[str, str]:
         """Without keys that some rank lacks: there they have memory of their own."""
-        lacking = {*self.missing, *self.skipped}
+        lacking = set(self.not_read("missing", "skipped"))
         found = {fqn: first for request in self.requests for fqn, first in request.tied.items()}
         return {fqn: first for fqn, first in found.items() if fqn not in lacking}
-
-    @cached_property
-    def left(self) -> set[str]:
-        return {fqn for request in self.requests for fqn in request.left}
 
     @cached_property
     def advice(self) -> dict[str, str]:
@@ -162,8 +153,7 @@ class JointRequest:
     @cached_property
     def known_names(self) -> set[str]:
         """The checkpoint's names of all keys that ranks read, leave out or refuse: none of these is unexpected."""
-        refused = {fqn for request in self.requests for fqn in request.refused}
-        return {*self.wanted.values(), *map(self.rules.source.saved_name, self.left | refused)}
+        return {*self.wanted.values(), *map(self.rules.source.saved_name, self.not_read("left", "refused"))}
 
     def component_of_keys(self) -> dict[str, str]:
         """The component of each flat key that some rank has in its state dict.
@@ -172,7 +162,8 @@ class JointRequest:
         """
         keys = list(self.held)
         for request in self.requests:
-            keys += (*request.missing, *request.skipped, *request.tied, *request.left, *request.refused)
+            why = {**request.not_read, **dict.fromkeys(request.tied, "skipped")}
+            keys += sorted(why, key=lambda fqn: get_args(WhyNotRead).index(why[fqn]))
         found = {fqn: component_of(fqn, self.components, is_tensor=True) for fqn in keys}
         for name, plan in self.components.items():
             found.update(dict.fromkeys((f"{name}.*", *plan.options), name))

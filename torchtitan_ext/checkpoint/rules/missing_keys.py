@@ -66,7 +66,7 @@ def missing_problems(
 def misspelt_layouts(joint: JointRequest, agreement: Agreement, layouts: LayoutRules) -> list[Problem]:
     """Patterns of ``layouts=`` that match no target and no saved key; a key that is merely not loaded is no mistake."""
     tables = [request.table for request in joint.requests]
-    if not any(table.layouts for table in tables):
+    if not any(table.rest.layouts for table in tables):
         return []
     saved = [name for fqn in joint.metadata.state_dict_metadata for name in (fqn, joint.rules.source.own_name(fqn))]
     problems = unused_layouts(tables, agreement, saved)
@@ -76,8 +76,8 @@ def misspelt_layouts(joint: JointRequest, agreement: Agreement, layouts: LayoutR
 
 def nothing_matches(joint: JointRequest) -> list[Problem]:
     """A problem where a partial load finds no key on any rank; on some ranks it may: a pipeline stage can be new."""
-    skipped = joint.skipped
-    if joint.wanted or not skipped or any(request.table.problems for request in joint.requests):
+    skipped = joint.not_read("skipped")
+    if joint.wanted or not skipped or any(request.table.rest.problems for request in joint.requests):
         return []
     example = next(iter(joint.metadata.state_dict_metadata), "nothing")
     detail = (

@@ -220,7 +220,8 @@ def build_report(
 ) -> tuple[LoadReport, list[str]]:
     """The report of a load by a policy, with the problems of components, of missing and of unexpected keys; and what
     is to be warned of."""
-    wanted, left, absent, source = joint.wanted, joint.left, joint.missing, joint.rules.source
+    wanted, left, absent = joint.wanted, joint.not_read("left"), joint.not_read("missing")
+    source = joint.rules.source
     saved = joint.metadata.state_dict_metadata
     components, old = dict(joint.components), saved_world(joint.metadata)
     problems = [*problems, *_world_problems(components, policy, wanted, old, new)]

@@ -74,7 +74,7 @@ def agree(tables: Sequence[RankTable], *, needs_all_ranks: bool) -> Agreement:
             numbers = [number_of(place, packed) for place, packed in enumerate(table.sections)]
             world.add_rank(numbers, unpack(table.part))
         sections.append(numbers)
-        problems += table.problems
+        problems += table.rest.problems
     with reading_from(None):
         world.agree(needs_all_ranks)
         return Agreement(world, sections, problems)
@@ -87,7 +87,7 @@ def unused_layouts(tables: Iterable[RankTable], agreement: Agreement, fqns: Coll
     """
     used: dict[str, bool] = {}
     for table in tables:
-        for pattern, is_used in table.layouts.items():
+        for pattern, is_used in table.rest.layouts.items():
             used[pattern] = used.get(pattern, False) or is_used
     is_any_on_mesh = bool(used) and agreement.world.has_meshes
     return [unused_problem(pattern, fqns) for pattern, is_used in used.items() if is_any_on_mesh and not is_used]

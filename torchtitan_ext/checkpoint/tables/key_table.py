@@ -117,8 +117,7 @@ class RankTable:
             that each rank keeps under a name of its own.
         part: Where this rank stands on the meshes of the first section, and its local sizes, packed.
         digests: The digests of the values of each section, packed.
-        problems: As in ``KeyTable``, like ``unread``, ``layouts`` and ``tied``.
-        odd_paths: Paths that are no cut of their key at dots.
+        rest: What the table has beside its columns, with the paths that are no cut of their key at dots.
         host: Digest of the name of the rank's host; empty where the rank does not say. No part of the structure.
         planner: The class of the rank's planner, where it plans by methods of its own. No part of the structure.
         keeps_shards: Whether shards are written whole: some cannot be cut, or methods of a planner's own give them.
@@ -127,11 +126,7 @@ class RankTable:
     sections: tuple[bytes, ...]
     part: bytes
     digests: tuple[bytes, ...]
-    problems: tuple[Problem, ...] = ()
-    odd_paths: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    unread: Mapping[str, NotPlain] = field(default_factory=dict)
-    layouts: Mapping[str, bool] = field(default_factory=dict)
-    tied: Mapping[str, str] = field(default_factory=dict)
+    rest: KeyTable
     host: bytes = b""
     planner: str = ""
     keeps_shards: bool = False
@@ -147,8 +142,7 @@ class RankTable:
     def structure(self) -> str:
         """Digest of what the state is: keys, dtypes, shapes, meshes, placements, paths; not values, nor the host."""
         hasher = hashlib.blake2b(digest_size=16)
-        rest = repr((self.problems, self.odd_paths, self.unread, self.layouts, self.tied, self.keeps_shards)).encode()
-        for part in (*self.sections, self.part, rest):
+        for part in (*self.sections, self.part, repr((self.rest, self.keeps_shards)).encode()):
             hasher.update(len(part).to_bytes(8, "little"))
             hasher.update(part)
         return hasher.hexdigest()
@@ -173,6 +167,7 @@ def encode_table(table: KeyTable) -> EncodedTable:
     """The table as it travels."""
     own = {fqn for fqn in table.entries if "rank" in fqn and PER_RANK.search(fqn)}
     columns = _core.encode_columns(dict(table.entries), dict(table.stock_paths), own)
+    odd_paths = {fqn: table.stock_paths[fqn] for fqn in columns.odd_paths}
     names, kind_of, digests = tuple(columns.names), tuple(columns.kind_of), dict(table.digests)
     message = RankTable(
         sections=tuple(map(pack, columns.sections)),
@@ -180,11 +175,7 @@ def encode_table(table: KeyTable) -> EncodedTable:
         digests=tuple(
             pack(_core.encode_digests(*columns_of, digests)) for columns_of in zip(names, kind_of, strict=True)
         ),
-        problems=table.problems,
-        odd_paths={fqn: table.stock_paths[fqn] for fqn in columns.odd_paths},
-        unread=table.unread,
-        layouts=table.layouts,
-        tied=table.tied,
+        rest=replace(table, entries={}, digests={}, stock_paths=odd_paths, wrappers=()),
     )
     return EncodedTable(message, names, kind_of)
 

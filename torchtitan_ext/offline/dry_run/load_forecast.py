@@ -16,7 +16,7 @@ from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.operation.component_plans import paths_below, read_saved, sort_components
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.planners.saved_chunks import name_metadata
-from torchtitan_ext.checkpoint.rules.load_rules import ComponentPlan, LoadRules, ReadRequest, component_of
+from torchtitan_ext.checkpoint.rules.load_rules import ComponentPlan, LoadRules, ReadRequest, WhyNotRead, component_of
 from torchtitan_ext.checkpoint.rules.report import LoadReport
 from torchtitan_ext.checkpoint.tables.component import saved_world
 from torchtitan_ext.checkpoint.tables.key_table import KeyEntry, ObjectEntry, TensorEntry, encode_table
@@ -186,8 +186,9 @@ class _Load:
         """The request that each rank of a stage sends to the coordinator."""
         for rank in group.ranks.ranks:
             table = group.ranks.encoded(rank, has=self._saved.__contains__).message
-            absent = [name for name in group.ranks.own_names(rank).values() if name not in self._saved]
-            yield rank, dataclasses.replace(group.request, table=table, missing=(*group.request.missing, *absent))
+            names = group.ranks.own_names(rank).values()
+            absent: dict[str, WhyNotRead] = {name: "missing" for name in names if name not in self._saved}
+            yield rank, dataclasses.replace(group.request, table=table, not_read={**group.request.not_read, **absent})
 
     def _of_all(self, stage: Stage) -> tuple[OneRank, ReadRequest]:
         """The request of a job for all of a checkpoint. Random generators work out their part, as in the job."""
@@ -202,9 +203,9 @@ class _Load:
             one = one.restricted(is_kept.__getitem__)
         rules = self._rules(plans)
         loaded = one.restricted(lambda fqn: rules.is_loaded(fqn, is_tensor=is_tensor[fqn]))
-        left = tuple(fqn for fqn in one.table.entries if fqn not in loaded.table.entries)
+        left: dict[str, WhyNotRead] = {fqn: "left" for fqn in one.table.entries if fqn not in loaded.table.entries}
         message, names = encode_table(loaded.table).message, name_metadata(self._opened.metadata)
-        return loaded, ReadRequest(message, names, left=left, components=plans)
+        return loaded, ReadRequest(message, names, not_read=left, components=plans)
 
     def _generators(self, components: Iterable[str], num_data_parallel: int) -> dict[str, RngState]:
         """The components that ``RngState`` has saved: they load by its rule."""
@@ -228,15 +229,11 @@ class _Load:
         planner = self.planner(components.plans[0])
         planner.set_up_planner(components.values, self._opened.metadata)
         request: ReadRequest = planner.create_local_plan().planner_data
-        absent = [fqn for fqn in request.missing if fqn in stage.ranks.own]
+        absent = [fqn for fqn, why in request.not_read.items() if why == "missing" and fqn in stage.ranks.own]
         entries = {**planner.wanted.entries, **dict.fromkeys(absent, ObjectEntry())}
         one = OneRank(dataclasses.replace(planner.wanted, entries=entries), {}).restricted(stage.holds)
-        return one, dataclasses.replace(
-            request,
-            missing=tuple(fqn for fqn in request.missing if fqn not in absent and stage.holds(fqn)),
-            left=tuple(filter(stage.holds, request.left)),
-            refused=tuple(filter(stage.holds, request.refused)),
-        )
+        not_read = {fqn: why for fqn, why in request.not_read.items() if fqn not in absent and stage.holds(fqn)}
+        return one, dataclasses.replace(request, not_read=not_read)
 
     def reads(self, group: _LoadingStage) -> Iterator[RankLoad]:
         """What each rank of a stage reads: values, and of tensors its part of each kind, which lies in known files."""

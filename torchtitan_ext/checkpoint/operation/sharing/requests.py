@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from torchtitan_ext import _core
+from torchtitan_ext.checkpoint.operation.component_plans import PlannedSource
 from torchtitan_ext.checkpoint.operation.phases import Phases
-from torchtitan_ext.checkpoint.operation.sharing.planned_reads import PlannedReads
 from torchtitan_ext.checkpoint.operation.sharing.targets import find_tags
 from torchtitan_ext.checkpoint.planners.saved_chunks import name_metadata
 from torchtitan_ext.checkpoint.rules.report import ReadSharing
@@ -63,7 +63,7 @@ class ShareDecision:
     between_hosts: Mapping[tuple[str, str], int]
 
 
-def request_of(sources: Sequence[PlannedReads], reads: _core.RankReads, phases: Phases) -> ShareRequest:
+def request_of(sources: Sequence[PlannedSource], reads: _core.RankReads, phases: Phases) -> ShareRequest:
     """What this rank wants. Its targets have memory by now. Not collective."""
     message = pack(reads.wanted(find_tags(sources, reads.items, phases)))
     is_rounded = all(source.can_cut for source in sources)
@@ -116,6 +116,6 @@ def decide(share_reads: ShareReads, requests: Sequence[ShareRequest]) -> list[Sh
     return [replace(common, part=pack(plan.part_message(rank))) for rank in range(len(requests))]
 
 
-def _mark(source: PlannedReads) -> str:
+def _mark(source: PlannedSource) -> str:
     """Equal on ranks that number keys and chunks alike."""
-    return getattr(source.reader, "metadata_digest", "") or name_metadata(source.planner.metadata)
+    return getattr(source.opened.reader, "metadata_digest", "") or name_metadata(source.ours.metadata)

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import ReadItem
 
 from torchtitan_ext import _core, ops
+from torchtitan_ext.checkpoint.operation.component_plans import PlannedSource
 from torchtitan_ext.checkpoint.operation.phases import Phases
-from torchtitan_ext.checkpoint.operation.sharing.planned_reads import PlannedReads
 from torchtitan_ext.checkpoint.operation.sharing.requests import ShareDecision
+from torchtitan_ext.checkpoint.planners.items import in_file_order
 from torchtitan_ext.checkpoint.tables.key_table import unpack
 
 R = TypeVar("R")
@@ -40,13 +41,11 @@ class Rounds:
 
     def __init__(
         self,
-        sources: Sequence[PlannedReads],
+        sources: Sequence[PlannedSource],
         reads: _core.RankReads,
         decision: ShareDecision,
         phases: Phases,
         reader: ThreadPoolExecutor,
-        doing: str,
-        undefined: tuple[str, ...],
     ) -> None:
         self.done = Done()
         assert decision.part is not None, "ranks share nothing, please report"
@@ -56,8 +55,6 @@ class Rounds:
         self._decision = decision
         self._phases = phases
         self._reader = reader
-        self._doing = doing
-        self._undefined = undefined
         self._unsent: list[_Sent] = []
 
     def forget(self) -> None:
@@ -80,7 +77,7 @@ class Rounds:
             self._unsent = [sent for number in rounds for sent in self._prepare(number)] if is_shared else []
             begin = time.perf_counter()
             for source, items in zip(self._sources, found.items, strict=True):
-                source.read(items)
+                source.read(in_file_order(items, source.ours.metadata))
             return Done(read_seconds=time.perf_counter() - begin, bytes_read=found.num_bytes)
 
         def work() -> Done:
@@ -98,7 +95,7 @@ class Rounds:
             both = reading.result()._replace(exchange_seconds=seconds, bytes_received=num_bytes)
             return both._replace(seconds=time.perf_counter() - begin)
 
-        of_ranks = self._phases.on_all("read", work, doing=self._doing, undefined=self._undefined)
+        of_ranks = self._phases.on_all("read", work)
         *seconds, of_read, of_received = zip(*of_ranks, strict=True)
         done = Done._make([*map(max, seconds), sum(of_read), sum(of_received)])
         self.done = Done._make(map(operator.add, self.done, done))
@@ -133,7 +130,7 @@ class Rounds:
         return time.perf_counter() - begin, num_bytes
 
     def _tensor_of(self, source: int, item: ReadItem) -> Tensor:
-        return self._sources[source].planner.resolve_tensor(item).detach()
+        return self._sources[source].ours.resolve_tensor(item).detach()
 
 
 class _Sent(NamedTuple):

@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from torchtitan_ext import _core
+from torchtitan_ext.checkpoint.operation.component_plans import PlannedSource
 from torchtitan_ext.checkpoint.operation.phases import Phases
-from torchtitan_ext.checkpoint.operation.sharing.planned_reads import PlannedReads, reads_of
 from torchtitan_ext.checkpoint.operation.sharing.requests import (
     FEWEST_SAMPLE_BYTES,
     MOST_SAMPLE_BYTES,
@@ -29,7 +29,7 @@ from torchtitan_ext.checkpoint.operation.sharing.requests import (
     request_of,
 )
 from torchtitan_ext.checkpoint.operation.sharing.rounds import Rounds
-from torchtitan_ext.checkpoint.planners.items import ReadDecision
+from torchtitan_ext.checkpoint.planners.items import ReadDecision, in_file_order
 from torchtitan_ext.checkpoint.rules.report import ReadSharing
 
 # For "auto". Below these, a load is so short that nothing is worth trying.
@@ -55,11 +55,17 @@ class ShareOffer:
     can_share: bool
 
 
-def offer(share_reads: ShareReads, sources: Sequence[PlannedReads]) -> ShareOffer:
+def offer(share_reads: ShareReads, sources: Sequence[PlannedSource]) -> ShareOffer:
     """This rank's offer, before its targets change. Not collective."""
     decisions = [source.plan.planner_data for source in sources]
     can_share = bool(sources) and all(isinstance(one, ReadDecision) and one.is_cover_checked for one in decisions)
-    return ShareOffer(share_reads, 0 if share_reads is False else reads_of(sources).num_bytes, can_share)
+    return ShareOffer(share_reads, 0 if share_reads is False else _reads_of(sources).num_bytes, can_share)
+
+
+def _reads_of(sources: Sequence[PlannedSource]) -> _core.RankReads:
+    """All items of all sources."""
+    metadata = [source.ours.metadata.state_dict_metadata for source in sources]
+    return _core.RankReads([source.plan.items for source in sources], metadata)
 
 
 def is_worth_asking(offers: Sequence[ShareOffer]) -> bool:
@@ -71,51 +77,39 @@ def is_worth_asking(offers: Sequence[ShareOffer]) -> bool:
 
 
 def read_sharing(
-    share_reads: ShareReads,
-    sources: Sequence[PlannedReads],
-    offers: Sequence[ShareOffer],
-    phases: Phases,
-    *,
-    doing: str,
-    undefined: tuple[str, ...],
+    share_reads: ShareReads, sources: Sequence[PlannedSource], offers: Sequence[ShareOffer], phases: Phases
 ) -> ReadSharing:
-    """Changes the targets and reads the tensors of all sources; says how. Collective, where ``is_worth_asking``.
-
-    Args:
-        doing, undefined: As in ``Phases.on_all``.
-    """
-    reads, seconds_of_each = reads_of(sources), None
+    """Changes the targets and reads the tensors of all sources; says how. Collective, where ``is_worth_asking``."""
+    reads, seconds_of_each = _reads_of(sources), None
     if share_reads == "auto":
 
         def read_some() -> float | None:
             for source in sources:
-                source.planner.change_targets()
+                source.ours.change_targets()
             return _read_some(sources, reads)
 
-        speeds = phases.on_all("read", read_some, doing=doing, undefined=undefined)
+        speeds = phases.on_all("read", read_some)
         wanted_bytes = sum(one.wanted_bytes for one in offers)
         times = [one.wanted_bytes * speed for one, speed in zip(offers, speeds, strict=True) if speed is not None]
         if len(times) == len(offers):
             # Of all ranks the mean: one may have waited for its core.
             seconds_of_each = sum(times) / len(times) / wanted_bytes
             if seconds_of_each * wanted_bytes < _MIN_SECONDS:
-                _read_each(sources, reads, phases, doing, undefined)
+                phases.on_all("read", lambda: _read(sources, reads, reads.num_bytes))
                 return ReadSharing(False, f"that takes less than {_MIN_SECONDS} s", wanted_bytes)
 
     def ask() -> ShareRequest:
         if share_reads != "auto":
             for source in sources:
-                source.planner.change_targets()
+                source.ours.change_targets()
         return request_of(sources, reads, phases)
 
-    decision = phases.through_coordinator(
-        "share", ask, lambda requests: decide(share_reads, requests), doing=doing, undefined=undefined
-    )
+    decision = phases.through_coordinator("share", ask, lambda requests: decide(share_reads, requests))
     if decision.part is None:
-        _read_each(sources, reads, phases, doing, undefined)
+        phases.on_all("read", lambda: _read(sources, reads, reads.num_bytes))
         return decision.sharing
     with ThreadPoolExecutor(1, "torchtitan_ext.share_reads") as reader:
-        rounds = Rounds(sources, reads, decision, phases, reader, doing, undefined)
+        rounds = Rounds(sources, reads, decision, phases, reader)
         sharing = _read_rounds(rounds, reads.num_rounds, decision, seconds_of_each)
     seconds = max(rounds.done.exchange_seconds, 1e-9)
     return replace(
@@ -131,22 +125,15 @@ def read_sharing(
     )
 
 
-def _read_each(
-    sources: Sequence[PlannedReads], reads: _core.RankReads, phases: Phases, doing: str, undefined: tuple[str, ...]
-) -> None:
-    """Every rank reads what it wants. Collective."""
-    phases.on_all("read", lambda: _read(sources, reads, reads.num_bytes), doing=doing, undefined=undefined)
-
-
-def _read(sources: Sequence[PlannedReads], reads: _core.RankReads, num_bytes: int) -> int:
+def _read(sources: Sequence[PlannedSource], reads: _core.RankReads, num_bytes: int) -> int:
     """Takes out and reads the first items, of about so many bytes; returns how many these were."""
     taken = reads.take(num_bytes, [source.can_cut for source in sources])
     for source, items in zip(sources, taken.items, strict=True):
-        source.read(items)
+        source.read(in_file_order(items, source.ours.metadata))
     return taken.num_bytes
 
 
-def _read_some(sources: Sequence[PlannedReads], reads: _core.RankReads) -> float | None:
+def _read_some(sources: Sequence[PlannedSource], reads: _core.RankReads) -> float | None:
     """Reads the first few of this rank's bytes: the seconds per byte, if any were read.
 
     All ranks read theirs: so few bytes at first that a slow store has them soon, and more as long as that says little.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.planner import ReadItem
 
+from torchtitan_ext.checkpoint.operation.component_plans import PlannedSource
 from torchtitan_ext.checkpoint.operation.phases import Phases
-from torchtitan_ext.checkpoint.operation.sharing.planned_reads import PlannedReads
 from torchtitan_ext.checkpoint.tables.key_table import lies_in_local
 from torchtitan_ext.layout.dtensor import is_plain_memory, is_wrapper
 from torchtitan_ext.ranks.exchange import has_backend
@@ -21,19 +21,22 @@ Place = tuple[int, str, torch.Size | None]
 
 
 def find_tags(
-    sources: Sequence[PlannedReads], items: Sequence[Sequence[ReadItem]], phases: Phases
+    sources: Sequence[PlannedSource], items: Sequence[Sequence[ReadItem]], phases: Phases
 ) -> list[tuple[str, str, int, bool, bool] | None]:
     """Of each item of each source what others who want it need to know of its target (``ShareTag`` in
     ``csrc/core/shared_reads.h``); ``None`` where this rank reads it for itself."""
     places: list[Place] = []
     tensors: dict[Place, Tensor] = {}
+    are_cut: list[bool] = []  # whether a part of the record can be read without the rest
     for number, (source, own) in enumerate(zip(sources, items, strict=True)):
-        entries = source.planner.wanted.entries
+        entries, reader = source.ours.wanted.entries, source.opened.reader
+        stored = [item.storage_index for item in own]
+        are_cut += reader.are_plain(stored) if isinstance(reader, FileReader) else [False] * len(own)
         for item in own:
             index = item.dest_index
             place = (number, index.fqn, None if lies_in_local(entries.get(index.fqn)) else index.offset)
             if place not in tensors:
-                tensors[place] = source.planner.lookup_tensor(index).detach()
+                tensors[place] = source.ours.lookup_tensor(index).detach()
             places.append(place)
     alone, overwritten = _find_ties(tensors, places)
     first_of_type = {tensor.device.type: tensor.device for tensor in reversed(tensors.values())}
@@ -42,12 +45,11 @@ def find_tags(
         for place, tensor in tensors.items()
         if place not in alone
         and _is_memory(tensor)
-        and sources[place[0]].planner.why_unproved(place[1]) is None  # nothing but these bytes fills it
+        and sources[place[0]].ours.why_unproved(place[1]) is None  # nothing but these bytes fills it
         and first_of_type[tensor.device.type] == tensor.device  # an exchange is of one device
         and phases.group is not None
         and has_backend(phases.group, tensor.device.type)
     }
-    are_cut = [is_cut for source, own in zip(sources, items, strict=True) for is_cut in _are_cut(source, own)]
     tags: list[tuple[str, str, int, bool, bool] | None] = []
     for place, is_cut in zip(places, are_cut, strict=True):
         tensor = tensors[place]
@@ -71,30 +73,20 @@ def _find_ties(tensors: Mapping[Place, Tensor], in_order: Sequence[Place]) -> tu
     """
     last = {place: position for position, place in enumerate(in_order)}
     tied: dict[Any, list[Place]] = {}
-    for place, tensor in tensors.items():
+    for place in sorted(tensors, key=last.__getitem__):
+        tensor = tensors[place]
         if is_wrapper(tensor) or tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.is_meta:
             continue
-        key = (tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj())
-        tied.setdefault(key, []).append(place)
+        begin, layout = tensor.data_ptr(), (tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj())
+        last_element = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        extent = (str(tensor.device), begin, begin + (1 + last_element) * tensor.itemsize)
+        tied.setdefault((extent, layout), []).append(place)
+    overwritten = {place for places in tied.values() for place in places[:-1]}
     alone: set[Place] = set()
-    overwritten: set[Place] = set()
-    extents = []
-    for (address, device, shape, stride, dtype, _), places in tied.items():
-        *earlier, _ = sorted(places, key=last.__getitem__)
-        overwritten.update(earlier)
-        num_elements = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-        extents.append((str(device), address, address + num_elements * dtype.itemsize, places))
     reached: tuple[str, int, list[Place]] = ("", 0, [])
-    for on_device, begin, end, places in sorted(extents, key=lambda one: one[:3]):
+    for ((on_device, begin, end), _), places in sorted(tied.items(), key=lambda one: one[0][0]):
         if on_device == reached[0] and begin < reached[1]:
             alone.update(places, reached[2])
         if on_device != reached[0] or end > reached[1]:
             reached = (on_device, end, places)
     return alone, overwritten
-
-
-def _are_cut(source: PlannedReads, items: Sequence[ReadItem]) -> list[bool]:
-    """Per item whether a part of the record can be read without the rest."""
-    if not isinstance(source.reader, FileReader):
-        return [False] * len(items)
-    return source.reader.are_plain([item.storage_index for item in items])
