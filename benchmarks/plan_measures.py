@@ -140,7 +140,7 @@ def measure_our_saves(case: Case, clock: Clock) -> tuple[dict[str, Measured], Me
     first = clock.coordinator(sent, planner.create_global_plan)
     token = first.result[0][0].planner_data.token
     cached = [
-        SavePlan([], planner_data=CachedTable(table.structure(), token, rank, table.digests), usable=False)
+        SavePlan([], planner_data=CachedTable(table.structure, token, rank, table.digests), usable=False)
         for rank, table in enumerate(messages)
     ]
     second = clock.coordinator([pickle.dumps(plan) for plan in cached], planner.create_global_plan)

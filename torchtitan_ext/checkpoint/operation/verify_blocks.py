@@ -23,12 +23,9 @@ def verify_blocks(readers: Sequence[FileReader], phases: Phases) -> None:
         of_readers = [_core.deal_blocks(of_ranks) for of_ranks in zip(*ledgers, strict=True)]
         return [list(of_rank) for of_rank in zip(*of_readers, strict=True)]
 
-    def describe() -> list[bytes]:
-        return [reader.describe_blocks() for reader in readers]
-
     def verify() -> None:
         for reader, blocks in zip(readers, parts, strict=True):
             reader.verify_blocks(blocks)
 
-    parts = phases.through_coordinator("verify", describe, deal)
+    parts = phases.through_coordinator("verify", lambda: [reader.describe_blocks() for reader in readers], deal)
     phases.on_all("verify", verify)

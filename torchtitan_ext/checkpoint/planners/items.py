@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, TensorW
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.rules.report import LoadReport
 from torchtitan_ext.checkpoint.tables.agreement import Agreement, dtype_named
-from torchtitan_ext.checkpoint.tables.key_table import KeyEntry, KeyTable, ObjectEntry, RankTable, TensorEntry
+from torchtitan_ext.checkpoint.tables.key_table import KeyTable, ObjectEntry, RankTable, TensorEntry
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.layout.dtensor import local_tensor
 from torchtitan_ext.layout.layout import Box, Steps, candidate_steps, shard_of
@@ -53,10 +53,10 @@ class WriteDecision:
 
 def write_items(writes: _core.Writes) -> list[WriteItem]:
     """The items, in the order of keys. Those of keys that are held alike share what describes the data."""
-    parts = [(_item_type(part.entry), part.position, _tensor_data(part)) for part in writes.parts]
+    parts = [(part.position, *_described(part)) for part in writes.parts]
     if not parts:
         return []
-    types, positions, data = zip(*(parts[number] for number in writes.part_of), strict=True)
+    positions, types, data = zip(*(parts[number] for number in writes.part_of), strict=True)
     offsets = [None if one is None else one.chunk.offsets for one in data]
     return items_of(
         WriteItem,
@@ -82,19 +82,16 @@ def check_storage_takes(decision: WriteDecision, storage_data: Any) -> None:
         raise refusal("save", [Problem("unsupported_tensor", fqn, detail) for fqn in decision.several_boxes])
 
 
-def _item_type(entry: KeyEntry) -> WriteItemType:
+def _described(part: _core.WritePart) -> tuple[WriteItemType, TensorWriteData | None]:
+    """The type of the item that writes a part, and what describes the data of a tensor."""
+    entry = part.entry
     if isinstance(entry, ObjectEntry):
-        return WriteItemType.BYTE_IO
+        return WriteItemType.BYTE_IO, None
     is_plain = isinstance(entry, TensorEntry) and entry.report.mesh is None
-    return WriteItemType.TENSOR if is_plain else WriteItemType.SHARD
-
-
-def _tensor_data(part: _core.WritePart) -> TensorWriteData | None:
-    if isinstance(part.entry, ObjectEntry):
-        return None
     stored = ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
-    properties = TensorProperties(dtype=part.entry.dtype, requires_grad=part.entry.requires_grad)
-    return TensorWriteData(stored, properties, torch.Size(part.entry.global_shape))
+    properties = TensorProperties(dtype=entry.dtype, requires_grad=entry.requires_grad)
+    data = TensorWriteData(stored, properties, torch.Size(entry.global_shape))
+    return WriteItemType.TENSOR if is_plain else WriteItemType.SHARD, data
 
 
 def metadata_entries(agreement: Agreement, plan: _core.WritePlan) -> dict[str, Any]:

@@ -39,15 +39,13 @@ class KnownPlan:
     """What the coordinator keeps of a plan.
 
     Attributes:
-        tables: Of all ranks.
-        structures: Their digests.
+        tables: Of all ranks, without digests of values.
         agreement: What they say together.
         equal: Numbers of the keys that any rank of several meshes writes, because it held the same on all of them.
         needs_all_ranks: How that was looked at.
     """
 
     tables: list[RankTable]
-    structures: list[str]
     agreement: Agreement
     equal: list[int]
     needs_all_ranks: bool
@@ -74,9 +72,10 @@ def forget(cache: dict[str, Any], *, keep: int = 0) -> None:
 
 def forget_replaced(plan: KnownPlan) -> None:
     """Drops what the coordinator keeps of earlier plans of the same tables: all ranks are about to get a new one."""
+    structures = [table.structure for table in plan.tables]
     for token in own_keys(StockSavePlanner._cached_all_plans):
         known = known_plan(token)
-        if known is not None and known.structures == plan.structures:
+        if known is not None and [table.structure for table in known.tables] == structures:
             del StockSavePlanner._cached_all_plans[token]
             StockSavePlanner._cached_metadata.pop(token, None)
 

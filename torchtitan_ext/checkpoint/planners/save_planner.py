@@ -176,7 +176,7 @@ class SavePlanner(DefaultSavePlanner):
             self._encoded.message, host=host_digest(), planner=planner, keeps_shards=keeps_shards
         )
         if self._enable_plan_caching:
-            structure = message.structure()
+            structure = message.structure
             self._cached_plans_key = f"{plan_cache.CACHE_PREFIX}{type(self).__qualname__}:{structure}"
             cached = StockSavePlanner._cached_final_save_plan.get(self._cached_plans_key)
             if cached is not None:
@@ -226,13 +226,8 @@ class SavePlanner(DefaultSavePlanner):
                 self.metadata.planner_data.setdefault(WORLD_KEY, world_record(agreement.ranks_and_meshes()))
         known_tokens: frozenset[str] = frozenset()
         if self._enable_plan_caching:
-            known = plan_cache.KnownPlan(
-                [dataclasses.replace(table, digests=()) for table in tables],
-                [table.structure() for table in tables],
-                agreement,
-                compared.equal,
-                needs_all_ranks,
-            )
+            held = [dataclasses.replace(table, digests=()) for table in tables]
+            known = plan_cache.KnownPlan(held, agreement, compared.equal, needs_all_ranks)
             plan_cache.forget_replaced(known)
             plan_cache.remember(StockSavePlanner._cached_all_plans, token, known)
             plan_cache.remember(StockSavePlanner._cached_metadata, token, dataclasses.replace(self.metadata))
@@ -356,7 +351,7 @@ class SavePlanner(DefaultSavePlanner):
             tokens.add(data.token if isinstance(data, plan_cache.CachedTable) and data.rank == rank else None)
             if isinstance(data, plan_cache.CachedTable):
                 known = plan_cache.known_plan(data.token)
-                if known is None or known.structures[data.rank] != data.structure:
+                if known is None or known.tables[data.rank].structure != data.structure:
                     detail = (
                         f"rank {rank} refers to a plan that this coordinator did not make: the coordinator or "
                         "the process group changed; save once with enable_plan_caching=False"

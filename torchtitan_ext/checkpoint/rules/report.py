@@ -207,21 +207,17 @@ def review(
         *misspelt_layouts(joint, agreement, layouts),
         *filter_problems,
     ]
-    report, of_unexpected = build_report(joint, joint.rules.policy or BY_DEFAULT, new, problems, allow_unclaimed)
+    report, of_unexpected = build_report(joint, new, problems, allow_unclaimed)
     return list(report.problems), warned + of_unexpected, None if joint.rules.policy is None else report
 
 
 def build_report(
-    joint: JointRequest,
-    policy: ElasticPolicy,
-    new: World,
-    problems: Sequence[Problem],
-    allow_unclaimed: Collection[str] = (),
+    joint: JointRequest, new: World, problems: Sequence[Problem], allow_unclaimed: Collection[str]
 ) -> tuple[LoadReport, list[str]]:
-    """The report of a load by a policy, with the problems of components, of missing and of unexpected keys; and what
-    is to be warned of."""
+    """The report of a load, by the default policy where it has none, with the problems of components, of missing and of
+    unexpected keys; and what is to be warned of."""
     wanted, left, absent = joint.wanted, joint.not_read("left"), joint.not_read("missing")
-    source = joint.rules.source
+    source, policy = joint.rules.source, joint.rules.policy or BY_DEFAULT
     saved = joint.metadata.state_dict_metadata
     components, old = dict(joint.components), saved_world(joint.metadata)
     problems = [*problems, *_world_problems(components, policy, wanted, old, new)]
@@ -238,13 +234,12 @@ def build_report(
     for name in loaded:
         components.setdefault(name, ComponentPlan(policy.component_action(name), is_top=name == MODEL))
     only_warns = policy.unexpected == "warn" != policy.strict
+    judge, judged = policy, components
     if only_warns:
         # What stands beside a loaded tensor, at the top of a state dict, is no part of what was asked for.
+        judged = joint.components
         judge = policy.with_actions({**policy.actions, **dict.fromkeys(allow_unclaimed, "omit")})
-        unexpected = unexpected_keys(joint, joint.components, judge)
-    else:
-        unexpected = unexpected_keys(joint, components, policy)
-    unexpected = [fqn for fqn in unexpected if fqn not in settled]
+    unexpected = [fqn for fqn in unexpected_keys(joint, judged, judge) if fqn not in settled]
     warned: list[str] = []
     options = {name: plan.options for name, plan in components.items() if plan.options}
     names = {*components, *wanted, *absent, *joint.tied, *left, *map(source.own_name, saved), *chain(*options.values())}
@@ -254,11 +249,9 @@ def build_report(
         problems += missing_problems(missing, joint.metadata, new.size, joint.advice)
     if policy.unexpected == "error" or only_warns:
         asked = [*wanted, *absent, *chain(*options.values())]
-        by_source, by_policy = (
-            "LoadPlanner(source=Source(exclude=[{glob!r}]))",
-            "policy=ElasticPolicy({{{glob!r}: 'omit'}})",
-        )
-        of_optimizers, others = fresh_optimizers(unexpected, asked, by_policy if is_asked_for else by_source)
+        by_policy = "policy=ElasticPolicy({{{glob!r}: 'omit'}})"
+        how_to_omit = by_policy if is_asked_for else "LoadPlanner(source=Source(exclude=[{glob!r}]))"
+        of_optimizers, others = fresh_optimizers(unexpected, asked, how_to_omit)
         problems += of_optimizers
         if only_warns:
             warned = unexpected_warnings(others, wanted, components)

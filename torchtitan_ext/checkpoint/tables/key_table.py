@@ -11,6 +11,7 @@ import socket
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NoReturn, TypeGuard
 
 import torch
@@ -139,6 +140,7 @@ class RankTable:
         )
         raise refusal("save", [Problem("planner_subclass", self.planner, detail)])
 
+    @cached_property
     def structure(self) -> str:
         """Digest of what the state is: keys, dtypes, shapes, meshes, placements, paths; not values, nor the host."""
         hasher = hashlib.blake2b(digest_size=16)
