@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from raw_ops import RAW_OVERFLOW, RAW_REFUSAL
 from test_ops import DEVICES, DTYPES, TWO_CHUNKS, WHOLE, bits, random_tensor, reference_pack, shards
@@ -136,6 +136,7 @@ def test_every_dtype(dtype: torch.dtype, device: str) -> None:
     assert torch.equal(ops.sum_elements(target, of, sizes, changes.positions, changes.counts)[0], changes.sums[1])
 
 
+@settings(deadline=None)
 @given(
     shards(),
     shards(),
