@@ -43,7 +43,7 @@ build: $(STAMPS)/package  ## Compile what changed and put it into .venv
 	@$(LOCK) $(CMAKE) --install $(BUILD) --component python \
 	  --prefix "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("platlib"))')" >/dev/null
 
-test: test-cpp test-python  ## C++ through ctest, then pytest: a sample where there are many cases, ten minutes on two cores
+test: test-cpp test-python  ## C++ through ctest, then pytest: a sample where there are many cases
 
 test-full: export TTE_TESTS := full
 test-full: test-cpp test-python  ## All cases: half an hour

@@ -1,6 +1,5 @@
 """Fixtures that all tests share."""
 
-import multiprocessing
 import os
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
@@ -9,7 +8,7 @@ import extent
 import late
 import pytest
 import torch
-from gloo_worlds import PRELOADED, WorldPool, on_a_gpu
+from gloo_worlds import WorldPool, fork_server, on_a_gpu
 
 from torchtitan_ext.checkpoint.staging import child_process
 
@@ -56,7 +55,7 @@ def run_on_accelerator(request: pytest.FixtureRequest) -> Callable[..., list[Any
 @pytest.fixture
 def warm_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """Children that save in the background come from the server of the worlds, which has imported torch."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    fork_server()
     monkeypatch.setattr(child_process, "START_METHOD", "forkserver")
 
 

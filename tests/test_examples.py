@@ -1,4 +1,7 @@
-"""Runs every example as a user does. The long one runs once; its output serves several tests."""
+"""Runs every example as a user does; where torchrun starts it, by `warm_processes.torchrun`.
+
+The long one runs once; its output serves several tests.
+"""
 
 import os
 import re
@@ -8,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from gloo_worlds import GLOO_AT_EXIT
+from warm_processes import torchrun
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CLIENT_EXAMPLES = sorted(
@@ -53,13 +56,7 @@ def test_sync_hsdp_finds_the_broken_replica() -> None:
 
 def launch_example(name: str, num_ranks: int, *arguments: str) -> str:
     """What an example under torchrun prints."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    for _ in range(3):
-        finished = subprocess.run(
-            [*launcher, str(EXAMPLES / name), *arguments], capture_output=True, text=True, timeout=EXAMPLE_SECONDS
-        )
-        if GLOO_AT_EXIT not in finished.stderr:
-            break
+    finished = torchrun(num_ranks, EXAMPLES / name, *arguments, timeout=EXAMPLE_SECONDS)
     assert finished.returncode == 0, finished.stderr[-3000:]
     return finished.stdout
 

@@ -26,6 +26,7 @@ from reference import assemble, same_bits
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
+    get_state_dict,
     set_optimizer_state_dict,
     set_state_dict,
 )
@@ -41,7 +42,7 @@ FORMS = {
 
 
 def save_form(rank: int, world_size: int, layout: Layout, path: Path, options: dict[str, Any]) -> dict[str, Any]:
-    state = trained(build_model(layout, UNEVEN), **options)
+    state = trained(build_model(layout, UNEVEN), on_dtensors=True, **options)
     dcp.save(state, checkpoint_id=path, planner=tte.SavePlanner())
     return shards_of(state)
 
@@ -51,7 +52,8 @@ def load_form(
 ) -> list[str]:
     model = build_model(layout, sizes, seed=1)
     optimizer = build_optimizer(model, lr=0.5, **options)
-    state = training_state(model, optimizer)
+    model_state, optimizer_state = get_state_dict(model, optimizer)  # which lets the optimizer make its state
+    state = {"model": model_state, "optimizer": optimizer_state}
     poison(state)
     dcp.load(state, checkpoint_id=path, planner=tte.LoadPlanner())
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
@@ -83,6 +85,20 @@ def test_every_form_of_adamw_crosses_meshes(run_world, tmp_path: Path, form: str
     for target in [BY_NAME["fsdp2"], BY_NAME["fsdp8"]]:
         for lines in run_world(target.world_size, load_form, target, tmp_path, options, truth):
             assert lines == []
+
+
+def differing_steps(rank: int, world_size: int, layout: Layout) -> list[str]:
+    on_dtensors = shards_of(trained(build_model(layout, UNEVEN), on_dtensors=True))
+    on_locals = shards_of(trained(build_model(layout, UNEVEN)))
+    assert on_dtensors.keys() == on_locals.keys()
+    fresh = shards_of(training_state(model := build_model(layout, UNEVEN), build_optimizer(model, lr=0.01)))
+    assert not same_bits(fresh["model.embed.weight"][2], on_locals["model.embed.weight"][2])
+    return [name for name in on_locals if not all(map(same_bits, on_dtensors[name][1:], on_locals[name][1:]))]
+
+
+def test_steps_on_local_tensors_are_those_on_dtensors(run_world) -> None:
+    layout = BY_NAME["fsdp2_tp2"]
+    assert run_world(layout.world_size, differing_steps, layout) == [[]] * layout.world_size
 
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

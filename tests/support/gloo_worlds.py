@@ -29,6 +29,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import torch
@@ -75,6 +76,13 @@ PRELOADED = [
 CLIENTS = ("accelerate", "peft", "transformers")
 
 
+def fork_server() -> ForkServerContext:
+    """How to start processes from the server of this process, which has imported torch and what the tests need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED + [name for name in sys.modules if name.split(".")[0] in CLIENTS])
+    return context
+
+
 class RemoteTraceback(Exception):
     """The traceback of a worker, as text. It is the cause of the exception that `WorldPool.run` raises."""
 
@@ -106,10 +114,7 @@ class WorldPool:
     def __init__(self, *, backend: str = "gloo", set_up: Callable[[], None] | None = None) -> None:
         self._backend = backend
         self._set_up = set_up
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(
-            PRELOADED + [name for name in sys.modules if name.split(".")[0] in CLIENTS]
-        )
+        self._context = fork_server()
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(

@@ -1,13 +1,12 @@
 """Worlds of which a rank is lost: processes and a TCP store of their own, since ranks are killed and stopped."""
 
-import multiprocessing
 import os
 import signal
 import socket
 from collections.abc import Callable
 from typing import Any
 
-from gloo_worlds import PRELOADED
+from gloo_worlds import fork_server
 
 # Ends a collective of such a world where no deadline does.
 GROUP_TIMEOUT_SECONDS = 120
@@ -23,8 +22,7 @@ def run_losing_world(
 
     A culprit that was stopped goes on when all others have answered. Returns the answers by rank, and the exit codes.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = fork_server()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -341,27 +341,39 @@ def build_optimizer(model: nn.Module, lr: float, **options: Any) -> torch.optim.
     return torch.optim.AdamW(model.parameters(), lr=lr, **{"foreach": False, **options})
 
 
-def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 2) -> None:
-    """Real optimizer steps on made-up gradients, sharded by the oracle."""
-    params = dict(model.named_parameters())
+def take_steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 2, *, on_dtensors: bool = False
+) -> None:
+    """Real optimizer steps on made-up gradients, sharded by the oracle: on the local tensors, or on DTensors."""
     for step in range(num_steps):
-        step_on_locals(
-            optimizer,
-            {
-                param: whole_grad(name, param.shape, step).flatten()[shard_index(param)]
-                for name, param in params.items()
-            },
-        )
+        grad_of = {
+            param: whole_grad(name, param.shape, step).flatten()[shard_index(param)]
+            for name, param in model.named_parameters()
+        }
+        if not on_dtensors:
+            step_on_locals(optimizer, grad_of)
+            continue
+        for param, grad in grad_of.items():
+            param.grad = like(param, grad)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
-def step_on_locals(optimizer: torch.optim.Optimizer, grad_of: Mapping[torch.Tensor, torch.Tensor]) -> None:
+def step_on_locals(
+    optimizer: torch.optim.Optimizer, grad_of: Mapping[torch.Tensor, torch.Tensor], **options: Any
+) -> None:
     """A step on the local tensors, which an elementwise optimizer changes as it does DTensors.
 
-    These would work out the sharding of its twenty operators anew in each world.
+    These would work out the sharding of its twenty operators anew in each world. Options take the place of those of the
+    parameter groups.
     """
     local = {param: local_of(param.detach()) for group in optimizer.param_groups for param in group["params"]}
-    groups = [{**group, "params": [local[param] for param in group["params"]]} for group in optimizer.param_groups]
-    on_locals = type(optimizer)(groups)
+    on_locals = type(optimizer)(
+        [
+            {**group, **options, "params": [local[param] for param in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+    )
     for param, state in optimizer.state.items():
         on_locals.state[local[param]] = {key: local_of(value) for key, value in state.items()}
     for param, grad in grad_of.items():
@@ -386,20 +398,16 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     A fresh optimizer makes its state as `get_state_dict` would let it: by a step that changes nothing.
     """
     if not optimizer.state:
-        rates = [group["lr"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0
-        step_on_locals(optimizer, {param: torch.zeros_like(local_of(param.detach())) for param in model.parameters()})
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        no_grads = {param: torch.zeros_like(local_of(param.detach())) for param in model.parameters()}
+        step_on_locals(optimizer, no_grads, lr=0.0)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     return {"model": model_state, "optimizer": optimizer_state}
 
 
-def trained(model: nn.Module, **options: Any) -> dict[str, Any]:
+def trained(model: nn.Module, *, on_dtensors: bool = False, **options: Any) -> dict[str, Any]:
     """The state of a model after a few steps of AdamW."""
     optimizer = build_optimizer(model, lr=0.01, **options)
-    take_steps(model, optimizer)
+    take_steps(model, optimizer, on_dtensors=on_dtensors)
     return training_state(model, optimizer)
 
 

@@ -10,7 +10,6 @@ test of what is imported or of what the interpreter does at its end.
 """
 
 import atexit
-import multiprocessing
 import os
 import runpy
 import socket
@@ -26,7 +25,7 @@ from typing import IO, Any
 
 import torch
 from extent import IS_FULL
-from gloo_worlds import GLOO_AT_EXIT, PRELOADED, fork_children_from_my_server
+from gloo_worlds import GLOO_AT_EXIT, fork_children_from_my_server, fork_server
 
 Stream = int | IO[Any] | None
 """`subprocess.PIPE`, `subprocess.STDOUT`, an open file, or `None` for that of this process."""
@@ -44,8 +43,6 @@ class Popen:
         stderr: Stream = None,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
         self.stdin: IO[str] | None = None
         self.stdout: IO[str] | None = None
         self.stderr: IO[str] | None = None
@@ -62,7 +59,7 @@ class Popen:
                 assert not isinstance(stream, int)
                 streams[number] = Connection(os.dup(stream.fileno()))
         arguments = ([str(part) for part in command], streams, dict(os.environ if env is None else env))
-        self._process = context.Process(target=_run_command, args=arguments)
+        self._process = fork_server().Process(target=_run_command, args=arguments)
         self._process.start()
         for theirs in streams.values():
             theirs.close()
@@ -120,10 +117,10 @@ def run(
     pipe = subprocess.PIPE if capture_output else None
     with Popen(command, stdout=pipe, stderr=pipe, env=env) as process:
         texts = process.communicate()
-    code = process.wait()
-    if check and code != 0:
-        raise subprocess.CalledProcessError(code, [str(part) for part in command], *texts)
-    return subprocess.CompletedProcess(list(map(str, command)), code, *texts)
+    done = subprocess.CompletedProcess(list(map(str, command)), process.wait(), *texts)
+    if check:
+        done.check_returncode()
+    return done
 
 
 def torchrun(num_ranks: int, *command: object, timeout: float = 240) -> subprocess.CompletedProcess[str]:
@@ -131,8 +128,8 @@ def torchrun(num_ranks: int, *command: object, timeout: float = 240) -> subproce
 
     Its code is 1 where a rank fails, which ends the others.
     """
+    run_ranks = _run_torchrun if IS_FULL else _run_warm_ranks
     for _ in range(3):
-        run_ranks = _run_torchrun if IS_FULL else _run_warm_ranks
         done = run_ranks(num_ranks, [str(part) for part in command], timeout)
         if GLOO_AT_EXIT not in done.stderr:
             break
@@ -155,16 +152,17 @@ def _run_warm_ranks(num_ranks: int, command: list[str], timeout: float) -> subpr
             for rank in ({"RANK": str(number), "LOCAL_RANK": str(number)} for number in range(num_ranks))
         ]
         deadline = time.monotonic() + timeout
-        while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
-        time.sleep(1 if any(codes) else 0)  # what the others have to say
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-        if None in codes and not any(codes):
-            raise subprocess.TimeoutExpired(command, timeout)
+        try:
+            while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+                if time.monotonic() > deadline:
+                    raise subprocess.TimeoutExpired(command, timeout)
+                time.sleep(0.05)
+            if any(codes):
+                time.sleep(1)  # what the others have to say
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
         stdout.seek(0)
         stderr.seek(0)
         return subprocess.CompletedProcess(command, int(any(codes)), stdout.read(), stderr.read())

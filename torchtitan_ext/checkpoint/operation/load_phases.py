@@ -285,10 +285,11 @@ def read_load(job: LoadJob, planned: Sequence[PlannedSource], components: Compon
 
     def read_tensors() -> tuple[int, bool]:
         for one in reads:
-            if is_ours and sharing is None:
-                one.ours.change_targets()
-            if one.plan.items and sharing is None:
-                result_of(one.opened.reader.read_data(one.plan, one.planner))
+            if sharing is None:
+                if is_ours:
+                    one.ours.change_targets()
+                if one.plan.items:
+                    result_of(one.opened.reader.read_data(one.plan, one.planner))
             if is_ours:
                 one.ours.finish_load()
         num_bytes = sum(reader.num_bytes_read for reader in open_readers if isinstance(reader, FileReader))
