@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import types
 from collections.abc import Mapping, Sequence
@@ -197,5 +198,6 @@ def _run_command(command: list[str], streams: dict[int, Connection], environment
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(1)
-    finally:
+    finally:  # as Python ends
+        threading._shutdown()
         atexit._run_exitfuncs()
