@@ -319,9 +319,8 @@ std::optional<SavedFile> find_footer_py(const std::string& path, std::string nam
 void add_box(RunReader& reader, int64_t file, const PlainTensor& stored, const Sizes& offsets, const Sizes& sizes,
              uintptr_t address, const Sizes& strides) {
   const size_t num_dims = sizes.size();
-  TTE_CHECK(stored.sizes.size() == num_dims && offsets.size() == num_dims && strides.size() == num_dims, "add_box",
-            "got ", stored.sizes.size(), " stored dims, ", offsets.size(), " offsets, ", num_dims, " sizes and ",
-            strides.size(), " strides");
+  TTE_CHECK(offsets.size() == num_dims && strides.size() == num_dims, "add_box", "got ", offsets.size(), " offsets, ",
+            num_dims, " sizes and ", strides.size(), " strides");
   reader.add_box(
       file, {stored.data_offset, stored.item_bytes, stored.sizes, stored.strides, offsets, sizes, address, strides});
 }

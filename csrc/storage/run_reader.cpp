@@ -163,9 +163,7 @@ struct RunReader::Worker {
   }
 
   void copy_from_buffer(const Span& span) {
-    for (size_t index = span.first; index < span.last; ++index) {
-      copy_stretch(stretches[index], buffer.get(), span.begin, Direction::kFromFile);
-    }
+    copy_from_window(std::span(stretches).subspan(span.first, span.last - span.first), buffer.get(), span.begin);
   }
 };
 
@@ -195,21 +193,27 @@ void RunReader::check_inside(const Source& source, int64_t begin, int64_t num_by
 void RunReader::add_box(int64_t file, const Box& box) {
   Source& source = sources_.at(static_cast<size_t>(file));
   const std::string& path = source.file.path();
+  if (box.stored_sizes.size() != box.sizes.size()) {
+    throw_format_error(path, box.data_offset, "a tensor of ", box.stored_sizes.size(),
+                       " dims lies here, expected one of ", box.sizes.size());
+  }
   int64_t first = 0;
   int64_t last = 0;
+  core::Sizes sizes(box.sizes.begin(), box.sizes.end());  // without repeated elements
   for (size_t dim = 0; dim < box.sizes.size(); ++dim) {
     if (box.offsets[dim] < 0 || box.sizes[dim] < 0 || box.offsets[dim] > box.stored_sizes[dim] - box.sizes[dim]) {
       throw_format_error(path, box.data_offset, box.sizes[dim], " elements from ", box.offsets[dim], " on of dim ", dim,
                          " are wanted, the record has ", box.stored_sizes[dim]);
     }
     if (box.sizes[dim] == 0) return;
+    if (box.stored_strides[dim] == 0) sizes[dim] = 1;
     first = core::checked_add(first, core::checked_mul(box.offsets[dim], box.stored_strides[dim]));
     last = core::checked_add(last, core::checked_mul(box.sizes[dim] - 1, box.stored_strides[dim]));
   }
   const int64_t begin = core::checked_add(box.data_offset, core::checked_mul(first, box.item_bytes));
   check_inside(source, begin, core::checked_mul(core::checked_add(last, 1), box.item_bytes));
   core::RunList& runs = source.runs.list();
-  for (const core::Chunk& part : core::boxes_in_file_order(box.sizes, box.stored_strides)) {
+  for (const core::Chunk& part : core::boxes_in_file_order(sizes, box.stored_strides)) {
     auto address = static_cast<int64_t>(box.address), byte = begin;
     for (size_t dim = 0; dim < part.sizes.size(); ++dim) {
       address += part.offsets[dim] * box.strides[dim] * box.item_bytes;
@@ -219,6 +223,17 @@ void RunReader::add_box(int64_t file, const Box& box) {
     runs.append_box(part.sizes, {address, box.strides}, {byte, box.stored_strides}, box.item_bytes);
     TTE_CHECK(is_in_file_order(runs, runs.nests().back()), path,
               "elements of a stored tensor are interleaved; please report");
+  }
+  for (size_t dim = sizes.size(); dim-- > 0;) {  // from the inside, so that the copies become long
+    if (sizes[dim] == box.sizes[dim]) continue;
+    sizes[dim] = box.sizes[dim] - 1;
+    const auto address = static_cast<int64_t>(box.address);
+    core::Sizes once(box.strides.begin(), box.strides.end());
+    once[dim] = 0;
+    repeats_.start_pair();
+    repeats_.append_box(sizes, {address, once}, {address + box.strides[dim] * box.item_bytes, box.strides},
+                        box.item_bytes);
+    sizes[dim] = box.sizes[dim];
   }
 }
 
@@ -280,19 +295,21 @@ void RunReader::touch() {
     }
     source.runs.clear();
   }
+  repeats_ = {};
 }
 
 std::vector<DamagedBlock> RunReader::read(int num_threads, Verify verify) {
   // Whatever happens: the memory that was to be filled need not be there any more when the next call reads.
   struct Forgetting {
-    std::vector<Source>& sources;
+    RunReader& reader;
     ~Forgetting() {
-      for (Source& source : sources) {
+      for (Source& source : reader.sources_) {
         source.runs.clear();
         source.blocks.clear();
       }
+      reader.repeats_ = {};
     }
-  } forgetting{sources_};
+  } forgetting{*this};
   TTE_CHECK(num_threads > 0, "read", "got ", num_threads, " threads, expected at least 1");
   std::vector<Unit> units;
   for (size_t index = 0; index < sources_.size(); ++index) {
@@ -308,6 +325,7 @@ std::vector<DamagedBlock> RunReader::read(int num_threads, Verify verify) {
     const std::lock_guard lock(mutex);
     damaged.push_back({unit.source, unit.begin, unit.end});
   });
+  for (const core::RunNest& nest : repeats_.nests()) copy_nest(repeats_, nest);
   std::ranges::sort(damaged, {}, [](const DamagedBlock& block) { return std::pair(block.file, block.begin); });
   return damaged;
 }

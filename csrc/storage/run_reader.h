@@ -47,8 +47,9 @@ class RunReader {
   int64_t add_file(File file, int64_t num_bytes, FileChecksums checksums);
 
   // A box of the tensor whose elements lie at `data_offset` of a file, into memory that begins at `address`. Sizes,
-  // offsets and strides count elements. Throws FormatError where it does not lie in the file or in the tensor,
-  // std::invalid_argument where elements of the stored tensor are interleaved.
+  // offsets and strides count elements. An element that the file stores once for many (stride 0) is read once and then
+  // copied to its places. Throws FormatError where the tensor has another number of dims, where the box does not lie in
+  // the file or in the tensor; std::invalid_argument where elements of the stored tensor are interleaved.
   struct Box {
     int64_t data_offset = 0;
     int64_t item_bytes = 0;
@@ -105,6 +106,7 @@ class RunReader {
   bool read_unit(const Unit& unit, Verify verify, Worker& worker) const;
 
   std::vector<Source> sources_;
+  core::RunList repeats_;  // copies within memory, made behind the reads
 };
 
 }  // namespace torchtitan_ext::storage

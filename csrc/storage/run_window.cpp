@@ -1,5 +1,7 @@
 #include "storage/run_window.h"
 
+#include <algorithm>
+#include <array>
 #include <cstring>
 
 namespace torchtitan_ext::storage {
@@ -31,15 +33,63 @@ void copy_strided(char* dst, int64_t dst_stride, const char* src, int64_t src_st
   }
 }
 
+// Of each stretch so many runs at a time: their lines, one per run, stay in the first cache.
+constexpr int64_t kRunsAtATime = 64;
+
+bool are_alike(const Stretch& left, const Stretch& right) {
+  return left.run_bytes == right.run_bytes && left.count == right.count && left.file_stride == right.file_stride &&
+         left.memory_stride == right.memory_stride;
+}
+
+char* pointer(int64_t address) { return reinterpret_cast<char*>(static_cast<uintptr_t>(address)); }
+
 }  // namespace
 
 void copy_stretch(const Stretch& stretch, char* window, int64_t window_begin, Direction direction) {
   char* in_window = window + (stretch.file_bytes - window_begin);
-  char* memory = reinterpret_cast<char*>(static_cast<uintptr_t>(stretch.memory));
+  char* memory = pointer(stretch.memory);
   if (direction == Direction::kToFile) {
     copy_strided(in_window, stretch.file_stride, memory, stretch.memory_stride, stretch.run_bytes, stretch.count);
   } else {
     copy_strided(memory, stretch.memory_stride, in_window, stretch.file_stride, stretch.run_bytes, stretch.count);
+  }
+}
+
+void copy_from_window(std::span<const Stretch> stretches, const char* window, int64_t window_begin) {
+  while (!stretches.empty()) {
+    const Stretch& first = stretches.front();
+    size_t num_alike = 1;
+    while (num_alike < stretches.size() && are_alike(stretches[num_alike], first)) ++num_alike;
+    for (int64_t run = 0; run < first.count; run += kRunsAtATime) {
+      const int64_t count = std::min(kRunsAtATime, first.count - run);
+      for (const Stretch& stretch : stretches.first(num_alike)) {
+        copy_strided(pointer(stretch.memory + run * stretch.memory_stride), stretch.memory_stride,
+                     window + (stretch.file_bytes - window_begin + run * stretch.file_stride), stretch.file_stride,
+                     stretch.run_bytes, count);
+      }
+    }
+    stretches = stretches.subspan(num_alike);
+  }
+}
+
+void copy_nest(const core::RunList& runs, const core::RunNest& nest) {
+  const std::span<const core::Loop> loops = runs.loops_of(nest);
+  if (loops.empty()) return copy_strided(pointer(nest.dst_bytes), 0, pointer(nest.src_bytes), 0, nest.run_bytes, 1);
+  TTE_CHECK(loops.size() <= kMaxLoops, "copy", "has ", loops.size(), " loops, expected at most ", kMaxLoops);
+  const core::Loop& inner = loops.back();
+  std::array<int64_t, kMaxLoops> at{};
+  while (true) {
+    int64_t dst = nest.dst_bytes;
+    int64_t src = nest.src_bytes;
+    for (size_t index = 0; index + 1 < loops.size(); ++index) {
+      dst += at[index] * loops[index].dst_stride_bytes;
+      src += at[index] * loops[index].src_stride_bytes;
+    }
+    copy_strided(pointer(dst), inner.dst_stride_bytes, pointer(src), inner.src_stride_bytes, nest.run_bytes,
+                 inner.count);
+    size_t index = loops.size() - 1;
+    while (index > 0 && ++at[index - 1] == loops[index - 1].count) at[--index] = 0;
+    if (index == 0) return;
   }
 }
 

@@ -94,4 +94,11 @@ enum class Direction { kToFile, kFromFile };
 // Copies a stretch between memory and `window`, which holds the file's bytes from `window_begin` on.
 void copy_stretch(const Stretch& stretch, char* window, int64_t window_begin, Direction direction);
 
+// Copies stretches from `window`. Those of one form behind each other are copied side by side, a few runs of each at a
+// time: where memory has them turned, these lie in the same cache lines.
+void copy_from_window(std::span<const Stretch> stretches, const char* window, int64_t window_begin);
+
+// Copies a nest from memory to memory; runs are copied in order.
+void copy_nest(const core::RunList& runs, const core::RunNest& nest);
+
 }  // namespace torchtitan_ext::storage

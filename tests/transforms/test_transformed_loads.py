@@ -120,7 +120,7 @@ def test_one_layer_reads_its_own_files_parts(checkpoint: Path) -> None:
 
 
 def test_large_tensors_pass_through_bounded_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtitan_ext.transforms.mapped_reads._BUFFER_BYTES", 512)
+    monkeypatch.setattr("torchtitan_ext.storage.native.fills.BUFFER_BYTES", 512)
     test_other_memory_than_that_of_the_checkpoint_is_filled(_saved(tmp_path))
     state = targets()
     tte.load({"model": state}, tmp_path, transform=TRANSFORM)
@@ -246,7 +246,7 @@ def test_what_a_proof_needs(tmp_path: Path) -> None:
 
 def test_small_buffers_and_few_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Turned, cast and scaled at once, from many files: a full buffer is read in the midst of a box."""
-    monkeypatch.setattr("torchtitan_ext.storage.native.read_batch._MAX_OPEN_FILES", 1)
+    monkeypatch.setattr("torchtitan_ext.storage.native.fills._MAX_OPEN_FILES", 1)
     generator = torch.Generator().manual_seed(3)
     saved, wanted, rules = {}, {}, []
     for number in range(6):
@@ -264,7 +264,7 @@ def test_small_buffers_and_few_open_files(tmp_path: Path, monkeypatch: pytest.Mo
     for name, value in saved.items():
         save_file({name: value}, tmp_path / f"{name}.safetensors")
     for num_bytes in (1, 64, 300, 1000, 5000, 1 << 20):
-        monkeypatch.setattr("torchtitan_ext.transforms.mapped_reads._BUFFER_BYTES", num_bytes)
+        monkeypatch.setattr("torchtitan_ext.storage.native.fills.BUFFER_BYTES", num_bytes)
         state = {name: torch.full_like(value, -1) for name, value in wanted.items()}
         state["p1"] = torch.full_like(wanted["p1"], -1, dtype=torch.float64)
         tte.load(state, tmp_path, transform=Transform(rules))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,10 +23,10 @@ from torchtitan_ext.offline.sources import FileSource, MappedFiles, read_record
 from torchtitan_ext.state.host_copies import aligned
 from torchtitan_ext.state.plain_value import read_value
 from torchtitan_ext.storage.checkpoint_files import Record
-from torchtitan_ext.storage.native.read_batch import Copy, OpenFiles, add_box
+from torchtitan_ext.storage.native.fills import Elements, Fills, OpenFiles
 from torchtitan_ext.storage.raw_tensor import DTYPES, NAMES
 from torchtitan_ext.transfer.changes import HeldTensor
-from torchtitan_ext.transforms.mapped_reads import MappedReads
+from torchtitan_ext.transforms.mapped_reads import mapped_elements
 
 _Target = TypeVar("_Target")
 
@@ -45,10 +46,6 @@ class Piece:
     @property
     def num_bytes(self) -> int:
         return torch.Size(self.sizes).numel() * self.dtype.itemsize
-
-
-_SavedPart = tuple[MetadataIndex, tuple[int, ...], torch.Tensor]
-"""The overlap of a piece and a saved chunk: the chunk, the offsets in it, and the memory it is read into."""
 
 
 def chunks_of(tensors: Mapping[str, TensorStorageMetadata]) -> list[Piece]:
@@ -128,8 +125,8 @@ class BoxReader:
         self.source = source
         self.files = source.source if isinstance(source, MappedFiles) else source
         self._chunks = SavedChunks() if chunks is None else chunks
-        self._mapped_reads = MappedReads(source.mapped, self.files) if isinstance(source, MappedFiles) else None
         self._open = OpenFiles(self.files)
+        self._fills = Fills(self._open, copy=_cast)
 
     def another(self) -> BoxReader:
         """A reader of the same source, for another thread."""
@@ -155,36 +152,21 @@ class BoxReader:
     def read(self, pieces: Sequence[Piece], places: Sequence[torch.Tensor]) -> None:
         """Fills each place, a contiguous tensor on the CPU, with the elements of its piece.
 
-        Elements that were saved in another dtype are read into memory of their own and cast from there.
+        Elements that were saved in another dtype are cast.
 
         Raises:
             DamagedCheckpointError: Bytes are not what was written.
             WrongValueError: A number is too large for the dtype of its piece.
             OSError: A file cannot be read.
         """
-        if self._mapped_reads is not None:
-            self._read_mapped(pieces, places, self._mapped_reads)
-            return
-        parts = [part for piece, place in zip(pieces, places, strict=True) for part in self._parts_of(piece, place)]
-        records = self.files.find_records([index for index, _, _ in parts])
-        later: list[Copy] = []
-        casts: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         with self._open.forgotten_on_error():
-            for (index, offsets, target), record in zip(parts, records, strict=True):
-                if record.tensor is None:
-                    later.append((target, self._box_of_record(index, offsets, target)))
-                    continue
-                place, saved = target, DTYPES[record.tensor.dtype]  # as ``records_of`` has checked
-                if saved != place.dtype:
-                    place = torch.empty(place.shape, dtype=saved, device="cpu")
-                    casts.append((index.fqn, target, place))
-                file = self._open.number_of(record.file, self._open.read)
-                later += add_box(self._open.runs, file, record.tensor, offsets, place)
-            self._open.read()
-        for place, values in later:
-            place.copy_(values)
-        for cast in casts:
-            _cast(*cast)
+            for piece, place in zip(pieces, places, strict=True):
+                if isinstance(self.source, MappedFiles):
+                    elements = mapped_elements(self.source.mapped, self._open, piece.fqn, piece.offsets)
+                    self._fills.add(piece.fqn, place, elements)
+                else:
+                    self._add_parts(piece, place)
+            self._fills.read()
 
     def read_batches(
         self, pieces: Iterable[tuple[Piece, _Target]], max_bytes: int
@@ -200,30 +182,23 @@ class BoxReader:
             self.read(read, places)
             yield [(place, target) for place, (_, target) in zip(places, batch, strict=True)]
 
-    def _read_mapped(self, pieces: Sequence[Piece], places: Sequence[torch.Tensor], reads: MappedReads) -> None:
-        casts: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        for piece, place in zip(pieces, places, strict=True):
-            dtype, target = self._entry(piece.fqn).properties.dtype, place
-            if dtype != place.dtype:
-                target = torch.empty(place.shape, dtype=dtype, device="cpu")
-                casts.append((piece.fqn, place, target))
-            reads.add(piece.fqn, piece.offsets, target)
-        reads.read()
-        for cast in casts:
-            _cast(*cast)
-
     def _entry(self, fqn: str) -> TensorStorageMetadata:
         entry = self.source.metadata.state_dict_metadata[fqn]
         assert isinstance(entry, TensorStorageMetadata), f"{fqn} is no tensor, please report"
         return entry
 
-    def _parts_of(self, piece: Piece, place: torch.Tensor) -> list[_SavedPart]:
+    def _add_parts(self, piece: Piece, place: torch.Tensor) -> None:
         chunks = self.chunk_list(self._entry(piece.fqn))
-        parts = []
-        for part in chunks.find_overlaps([(piece.offsets, piece.sizes, ())]):
-            index = MetadataIndex(piece.fqn, torch.Size(chunks.box(part.saved)[0]))
-            parts.append((index, part.saved_offsets, local_view(place, part.local_offsets, part.sizes)))
-        return parts
+        parts = chunks.find_overlaps([(piece.offsets, piece.sizes, ())])
+        indices = [MetadataIndex(piece.fqn, torch.Size(chunks.box(part.saved)[0])) for part in parts]
+        for part, index, record in zip(parts, indices, self.files.find_records(indices), strict=True):
+            target, offsets = local_view(place, part.local_offsets, part.sizes), part.saved_offsets
+            if record.tensor is None:
+                target.copy_(self._box_of_record(index, offsets, target))
+                continue
+            read_into = functools.partial(self._open.add_part, record.file, record.tensor, offsets)
+            dtype = DTYPES[record.tensor.dtype]  # as ``records_of`` has checked
+            self._fills.add(piece.fqn, target, Elements((dtype,), read_into))
 
     def _box_of_record(self, index: MetadataIndex, offsets: tuple[int, ...], place: torch.Tensor) -> torch.Tensor:
         """The box of a record that is no plain memory (a subclass, quantised, sparse), as dense values."""
@@ -235,6 +210,7 @@ class BoxReader:
 
 
 def _cast(fqn: str, place: torch.Tensor, values: torch.Tensor) -> None:
+    """``copy`` of ``Fills``: refuses numbers that become infinite."""
     place.copy_(values)
     if is_exact(values.dtype, place.dtype):
         return

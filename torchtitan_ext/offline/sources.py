@@ -27,7 +27,7 @@ from torchtitan_ext.storage.formats.plain_files import PlainFiles
 from torchtitan_ext.storage.formats.safetensors_files import find_safetensors
 from torchtitan_ext.storage.formats.torch_files import read_torch_file
 from torchtitan_ext.storage.native.file_reader import FileReader
-from torchtitan_ext.storage.native.read_batch import OpenFiles, RecordFiles
+from torchtitan_ext.storage.native.fills import OpenFiles, RecordFiles
 from torchtitan_ext.storage.raw_tensor import NAMES
 from torchtitan_ext.transforms.mapped import MappedMetadata
 from torchtitan_ext.transforms.rules import Transform
@@ -160,10 +160,7 @@ def read_record(source: RecordFiles, index: MetadataIndex) -> torch.Tensor:
     (record,) = source.find_records([index])
     files = OpenFiles(source)
     with files.forgotten_on_error():
-        file = files.number_of(record.file, files.read)
-        files.runs.check_bytes(file, record.offset, record.num_bytes)
-        content = torch.empty(record.num_bytes, dtype=torch.uint8, device="cpu")
-        files.runs.add_bytes(file, record.offset, record.num_bytes, content.data_ptr())
+        content = files.add_bytes(record.file, record.offset, record.num_bytes)
         files.read()
     return content
 

@@ -5,6 +5,8 @@ All others (subclasses, sparse, quantised) travel as whole ``torch.save`` record
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from torchtitan_ext.storage import element_types
@@ -32,3 +34,17 @@ def raw_memory(tensor: torch.Tensor) -> torch.Tensor | None:
     if tensor.is_conj() or tensor.is_neg():
         return tensor.resolve_conj().resolve_neg()
     return tensor
+
+
+def converted(
+    values: torch.Tensor, scales: torch.Tensor | None, dtypes: Sequence[torch.dtype], wanted: torch.dtype
+) -> torch.Tensor:
+    """Saved elements times their scales, cast to dtypes in turn. The last cast is left out where the copy into a target
+    of the wanted dtype makes it."""
+    if dtypes and dtypes[-1] == wanted and scales is None:
+        dtypes = dtypes[:-1]
+    if scales is not None:
+        values = values.to(torch.float32) * scales.to(torch.float32)
+    for dtype in dtypes:
+        values = values.to(dtype)
+    return values

@@ -14,10 +14,12 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
+from torchtitan_ext.storage.native.device_buckets import bucket_bytes_of
 from torchtitan_ext.storage.native.file_reader import BATCH_BYTES, FileReader
+from torchtitan_ext.storage.native.read_batch import ReadBatch
 from torchtitan_ext.storage.weights.safetensors_reader import reader_at
 from torchtitan_ext.transforms.mapped import MappedMetadata
-from torchtitan_ext.transforms.mapped_reads import MappedReads
+from torchtitan_ext.transforms.mapped_reads import mapped_elements
 from torchtitan_ext.transforms.rules import Transform
 
 
@@ -83,27 +85,22 @@ class MappedReader(FileReader):
         values = [self._renamed(item) for item in plan.items if item.type == LoadItemType.BYTE_IO]
         if values:
             self._source._read(dataclasses.replace(plan, items=values), planner)
-        reads = MappedReads(self._mapped, self._source)
-        pending: list[tuple[ReadItem, torch.Tensor]] = []
-        for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
-                continue
-            target = planner.resolve_tensor(item).detach()
-            reads.add(item.storage_index.fqn, tuple(item.storage_offsets), target)
-            pending.append((item, target))
-            if reads.num_bytes >= BATCH_BYTES:
-                self._finish(reads, pending, planner)
-        self._finish(reads, pending, planner)
-        self.num_bytes_read += reads.num_bytes_read
+        tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
 
-    def _finish(self, reads: MappedReads, pending: list[tuple[ReadItem, torch.Tensor]], planner: LoadPlanner) -> None:
-        reads.read()
-        # Our own reads are nothing that autograd has seen; inference tensors count no versions.
-        written = [target for _, target in pending if not target.is_inference()]
-        torch.autograd.graph.increment_version(written)
-        for item, target in pending:
-            planner.commit_tensor(item, target)
-        pending.clear()
+        def bucket_bytes() -> int:
+            widths = (sum(dtype.itemsize for dtype in self._mapped.dtypes(one.storage_index.fqn)) for one in tensors)
+            return bucket_bytes_of(sum(one.lengths.numel() * width for one, width in zip(tensors, widths, strict=True)))
+
+        batch = ReadBatch(planner, self._source, self._count, bucket_bytes)
+        for item in tensors:
+            fqn = item.storage_index.fqn
+            batch.add_box(item, mapped_elements(self._mapped, batch.files, fqn, item.storage_offsets))
+            if batch.num_bytes >= BATCH_BYTES:
+                batch.read()
+        batch.finish()
+
+    def _count(self, num_bytes: int) -> None:
+        self.num_bytes_read += num_bytes
 
     def _renamed(self, item: ReadItem) -> ReadItem:
         name = self._mapped.value_name(item.storage_index.fqn)

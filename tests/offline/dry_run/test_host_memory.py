@@ -7,7 +7,7 @@ import torch
 import torchtitan_ext as tte
 from torchtitan_ext.offline.dry_run.host_memory import Device, loading_bytes
 from torchtitan_ext.state.host_copies import BUCKET_BYTES
-from torchtitan_ext.storage.native.read_batch import CAST_BYTES
+from torchtitan_ext.storage.native.fills import BUFFER_BYTES
 
 MIB = 1 << 20
 
@@ -59,7 +59,7 @@ def test_no_more_is_held_than_the_buffers_of_casts() -> None:
             index_bytes=0,
         )
 
-    assert loading(1 << 40, "cpu") - loading(0, "cpu") == CAST_BYTES
+    assert loading(1 << 40, "cpu") - loading(0, "cpu") == BUFFER_BYTES
     assert loading(1 << 40, "cuda") - loading(0, "cuda") == 2 * BUCKET_BYTES
 
 

@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import torchtitan_ext as tte
-from torchtitan_ext import _core
+from torchtitan_ext import _core, transforms
 from torchtitan_ext.state.host_copies import row_major_boxes, takes_operators
 from torchtitan_ext.storage import FileReader, FileWriter
-from torchtitan_ext.storage.native import device_buckets, read_batch
+from torchtitan_ext.storage.native import device_buckets, fills
 from torchtitan_ext.storage.native.device_buckets import OutgoingBuckets
 from torchtitan_ext.storage.raw_tensor import ELEMENT_TYPES, NAMES
 
@@ -113,6 +113,38 @@ def check_casts(rank: int, world_size: int, device: str, path: Path) -> None:
         with buckets_of(bucket_bytes, 0.002):
             load(targets, FileReader(path), dcp.DefaultLoadPlanner())
         assert differences(on_host(targets), {key: value.to(targets[key].dtype) for key, value in state.items()}) == []
+
+
+def test_transformed_targets(run_on_accelerator: Callable[..., Any], tmp_path: Path) -> None:
+    run_on_accelerator(1, check_transforms, tmp_path)
+
+
+def check_transforms(rank: int, world_size: int, device: str, path: Path) -> None:
+    """Turned, cast and scaled on the device, as the host does it."""
+    state: dict[str, torch.Tensor] = {}
+    for index in range(6):
+        state[f"w{index}"] = random_tensor((24, 40), torch.float32, index).to(torch.float8_e4m3fn)
+        state[f"s{index}"] = random_tensor((3, 5), torch.float32, 10 + index)
+        state[f"b{index}"] = random_tensor((9, 20), torch.bfloat16, index)
+    save(state, FileWriter(path))
+    quantised = [transforms.dequantize([8, 8], dtype="bfloat16"), transforms.transpose(0, 1)]
+    transform = transforms.Transform(
+        [
+            transforms.Rule(["w*", "s*"], "w*", quantised),
+            transforms.Rule("b*", "b*", [transforms.transpose(0, 1), transforms.cast("float32")]),
+        ]
+    )
+    targets = {f"w{index}": torch.zeros(40, 24, dtype=torch.bfloat16) for index in range(6)}
+    targets |= {f"b{index}": torch.zeros(20, 9) for index in range(6)}
+    targets |= {"w2": torch.zeros(40, 24, dtype=torch.float64), "b3": torch.zeros(20, 18)[:, ::2]}
+    wanted = {key: torch.zeros_like(value) for key, value in targets.items()}
+    tte.load(wanted, path, transform=transform, no_dist=True)
+    assert all(value.any() for value in wanted.values())
+    for bucket_bytes in (256, 4096, 64 << 20):
+        there = on_device(targets, device)
+        with buckets_of(bucket_bytes, 0.002):
+            tte.load(there, path, transform=transform, no_dist=True)
+        assert differences(on_host(there), wanted) == []
 
 
 def test_tied_targets(run_on_accelerator: Callable[..., Any], tmp_path: Path) -> None:
@@ -208,7 +240,7 @@ def check_without_operators(rank: int, world_size: int, device: str, path: Path)
     with (
         buckets_of(4096, 0.001),
         mock.patch.object(device_buckets, "takes_operators", lambda device: False),
-        mock.patch.object(read_batch, "takes_operators", lambda device: False),
+        mock.patch.object(fills, "takes_operators", lambda device: False),
     ):
         save(on_device(state, device), FileWriter(path), tte.SavePlanner())
         targets = on_device(blank(state), device)

@@ -116,7 +116,7 @@ def test_meta_tensors_and_other_dtypes(weights: Path) -> None:
 
 
 def test_large_tensors_are_cast_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtitan_ext.storage.native.read_batch.CAST_BYTES", 1000)
+    monkeypatch.setattr("torchtitan_ext.storage.native.fills.BUFFER_BYTES", 1000)
     saved = {"w": torch.randn(300, 7, dtype=torch.bfloat16), "b": torch.randn(5), "s": torch.tensor(2.0)}
     save_file(saved, tmp_path / "model.safetensors")
     whole = torch.zeros(300, 14, dtype=torch.float64)

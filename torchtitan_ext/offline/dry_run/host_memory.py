@@ -15,7 +15,7 @@ from torchtitan_ext.storage.native.device_buckets import host_buffer_bytes
 from torchtitan_ext.storage.native.file_reader import BATCH_BYTES as READ_BATCH_BYTES
 from torchtitan_ext.storage.native.file_writer import BATCH_BYTES as WRITTEN_BATCH_BYTES
 from torchtitan_ext.storage.native.file_writer import BLOCK_BYTES
-from torchtitan_ext.storage.native.read_batch import CAST_BYTES
+from torchtitan_ext.storage.native.fills import BUFFER_BYTES
 
 Device = Literal["cpu", "cuda"]
 """Where a job's tensors lie."""
@@ -88,7 +88,7 @@ def loading_bytes(
     reading_values = values + _batch_bytes(value_bytes, READ_BATCH_BYTES) + 2 * max(value_bytes, default=0)
     reading = values + _blocks_bytes(num_reads, num_bytes, is_packed=is_packed)
     if device == "cpu":
-        reading += min(staged_bytes, CAST_BYTES)
+        reading += min(staged_bytes, BUFFER_BYTES)
     elif staged_bytes > 0:
         reading += host_buffer_bytes(staged_bytes)
     return _LEAST_BYTES + num_reads * _READ_BYTES + int(metadata) + max(reading_values, reading)

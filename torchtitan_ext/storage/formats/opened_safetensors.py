@@ -16,7 +16,6 @@ import torch
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage.formats.safetensors_files import SafetensorsEntry, read_header_and_notes
-from torchtitan_ext.storage.native.read_batch import add_box
 from torchtitan_ext.storage.raw_tensor import dtype_name
 
 
@@ -55,7 +54,8 @@ class OpenedSafetensors:
         """A box of a tensor of these sizes, whose row-major elements begin at byte ``begin``."""
         place = torch.empty(tuple(box), dtype=dtype, device="cpu")
         with self._reads() as (runs, file):
-            add_box(runs, file, _core.StoredTensor(dtype_name(dtype), sizes, None, begin), offsets, place)
+            stored = _core.StoredTensor(dtype_name(dtype), sizes, None, begin)
+            runs.add_box(file, stored, offsets, place.shape, place.data_ptr(), place.stride())
         return place
 
     @contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from torchtitan_ext import ops
 from torchtitan_ext.layout.dtensor import as_bytes
 from torchtitan_ext.state.host_copies import BUCKET_BYTES, aligned, row_major_boxes, takes_operators
+from torchtitan_ext.storage.raw_tensor import converted
 
 NUM_HOST_BUFFERS = 2
 
@@ -125,14 +127,22 @@ def _use_part(use: Callable[[int, int], object], begin: int, num_bytes: int, add
     use(address + begin, num_bytes)
 
 
+class _Conversion(NamedTuple):
+    """A target whose elements are cast or scaled on the device, and where they and their scales begin, in bytes."""
+
+    target: Tensor
+    begin: int
+    dtypes: Sequence[torch.dtype]
+    scales: tuple[int, torch.dtype] | None
+
+
 @dataclass
 class _IncomingBucket:
     """What has been placed in a buffer of the host.
 
     Attributes:
         front: The end of the flat buffer of ``targets``, in bytes.
-        back: Where the targets to be cast begin. They are no part of the flat buffer and fill its place from behind.
-        casts: Each with the byte at which its elements begin, and their dtype.
+        back: Where what is to be converted begins. It is no part of the flat buffer and fills its place from behind.
     """
 
     host: Tensor
@@ -140,24 +150,39 @@ class _IncomingBucket:
     back: int
     front: int = 0
     targets: list[Tensor] = field(default_factory=list)
-    casts: list[tuple[Tensor, int, torch.dtype]] = field(default_factory=list)
+    conversions: list[_Conversion] = field(default_factory=list)
 
-    def place(self, target: Tensor, dtype: torch.dtype) -> Tensor | None:
-        num_bytes = target.numel() * dtype.itemsize
-        is_cast = dtype != target.dtype
-        begin = (self.back - num_bytes) // ops.DEFAULT_ALIGNMENT * ops.DEFAULT_ALIGNMENT
-        if not is_cast:
-            begin = aligned(self.front)
-        end = begin + num_bytes
-        if target.device != self.device or (begin < self.front if is_cast else end > self.back):
+    def place(
+        self, target: Tensor, dtypes: Sequence[torch.dtype], scale_dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor | None] | None:
+        if target.device != self.device:
             return None
-        if is_cast:
-            self.casts.append((target, begin, dtype))
-            self.back = begin
-        else:
+        if tuple(dtypes) == (target.dtype,) and scale_dtype is None:
+            begin = aligned(self.front)
+            if begin + target.nbytes > self.back:
+                return None
             self.targets.append(target)
-            self.front = end
-        return self.host[begin:end].view(dtype).view(target.shape)
+            self.front = begin + target.nbytes
+            return _typed(self.host, begin, target, target.dtype), None
+        begin = _aligned_before(self.back - target.numel() * dtypes[0].itemsize)
+        scales = None
+        if scale_dtype is not None:
+            scales = (_aligned_before(begin - target.numel() * scale_dtype.itemsize), scale_dtype)
+        back = begin if scales is None else scales[0]
+        if back < self.front:
+            return None
+        self.conversions.append(_Conversion(target, begin, dtypes, scales))
+        self.back = back
+        return _typed(self.host, begin, target, dtypes[0]), scales and _typed(self.host, scales[0], target, scales[1])
+
+
+def _aligned_before(byte: int) -> int:
+    return byte // ops.DEFAULT_ALIGNMENT * ops.DEFAULT_ALIGNMENT
+
+
+def _typed(flat: Tensor, begin: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """What lies at a byte of a flat buffer, as elements of a dtype, in the shape of another tensor."""
+    return flat[begin : begin + like.numel() * dtype.itemsize].view(dtype).view(like.shape)
 
 
 class IncomingBuckets:
@@ -173,22 +198,25 @@ class IncomingBuckets:
         self._events: dict[int, torch.Event] = {}  # of the last copy from each buffer of the host, by its address
         self._bucket: _IncomingBucket | None = None
 
-    def place(self, target: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Where on the host the elements of a target are to be written, before ``send``.
+    def place(
+        self, target: Tensor, dtypes: Sequence[torch.dtype], scale_dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Where on the host the elements of a target are to be written, and their scales, before ``send``.
 
         Args:
-            target: Of an accelerator that takes operators, at most ``bucket_bytes`` large, any strides.
-            dtype: Of the elements that will be written; where it is another than the target's, they are cast.
+            target: Of an accelerator that takes operators, any strides. What is written for it has room in a bucket.
+            dtypes: Of the elements that will be written, and to which they are cast on the device in turn.
+            scale_dtype: Of what they are multiplied by, if anything; see ``converted``.
 
         Returns:
-            A contiguous tensor of the target's shape; ``None`` where the bucket has no room for it: ``send`` it first.
+            Contiguous tensors of the target's shape; ``None`` where the bucket has no room for it: ``send`` it first.
         """
         if self._bucket is None:
             host = self._buffers.next_host()
             if (event := self._events.pop(host.data_ptr(), None)) is not None:
                 event.synchronize()
             self._bucket = _IncomingBucket(host, target.device, back=self.bucket_bytes)
-        return self._bucket.place(target, dtype)
+        return self._bucket.place(target, dtypes, scale_dtype)
 
     @torch.no_grad()
     def send(self) -> None:
@@ -197,7 +225,7 @@ class IncomingBuckets:
         if bucket is None:
             return
         is_late = self._buffers.is_pinned_for(bucket.device)
-        if len(bucket.targets) == 1 and bucket.targets[0].is_contiguous() and not bucket.casts:
+        if len(bucket.targets) == 1 and bucket.targets[0].is_contiguous() and not bucket.conversions:
             as_bytes(bucket.targets[0]).copy_(bucket.host[: bucket.front], non_blocking=is_late)
         else:
             flat = self._buffers.on_device(bucket.device)
@@ -205,9 +233,10 @@ class IncomingBuckets:
                 if begin < end:
                     flat[begin:end].copy_(bucket.host[begin:end], non_blocking=is_late)
             _unflatten(bucket.targets, flat)
-            for target, begin, dtype in bucket.casts:
-                end = begin + target.numel() * dtype.itemsize
-                target.copy_(flat[begin:end].view(dtype).view(target.shape))
+            for target, begin, dtypes, scales in bucket.conversions:
+                values = _typed(flat, begin, target, dtypes[0])
+                factors = scales and _typed(flat, scales[0], target, scales[1])
+                target.copy_(converted(values, factors, dtypes[1:], target.dtype))
         if is_late:
             self._events[bucket.host.data_ptr()] = _recorded(bucket.device)
 

@@ -37,7 +37,8 @@ from torchtitan_ext.storage.metadata.lazy_metadata import PROPERTIES
 from torchtitan_ext.storage.metadata.metadata_file import metadata_of
 from torchtitan_ext.storage.metadata.saved_metadata import SavedMetadata, read_index_beside, read_without_index
 from torchtitan_ext.storage.native.device_buckets import bucket_bytes_of
-from torchtitan_ext.storage.native.read_batch import OpenFiles, ReadBatch, add_box
+from torchtitan_ext.storage.native.fills import OpenFiles
+from torchtitan_ext.storage.native.read_batch import ReadBatch
 from torchtitan_ext.storage.progress import progress
 from torchtitan_ext.storage.raw_tensor import DTYPES
 
@@ -257,11 +258,8 @@ class FileReader(StorageReader):
         if record.tensor is None or DTYPES[record.tensor.dtype] != place.dtype:
             raise DamagedCheckpointError(f"{self.path / record.file}: {index.fqn} is not saved as {place.dtype}")
         files = OpenFiles(self)
-        file = files.number_of(record.file, files.read)
-        copies = add_box(files.runs, file, record.tensor, offsets, place)
+        files.add_box(record.file, record.tensor, offsets, place.shape, place.data_ptr(), place.stride())
         files.read()
-        for target, values in copies:
-            target.copy_(values)
 
     def open_file(self, runs: _core.RunReader, name: str) -> int:
         """Adds a file with its checksums to a RunReader, and returns its number there.

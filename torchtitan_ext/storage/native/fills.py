@@ -1,0 +1,307 @@
+"""Boxes of tensors that are filled from files together: straight where that can be, those of an accelerator through
+buckets, others through a buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from torchtitan_ext import _core
+from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError
+from torchtitan_ext.layout.dtensor import is_plain_memory, is_wrapper, may_overlap_itself
+from torchtitan_ext.state.host_copies import BUCKET_BYTES, aligned, row_major_boxes, takes_operators
+from torchtitan_ext.storage.checkpoint_files import Record
+from torchtitan_ext.storage.native.device_buckets import IncomingBuckets
+from torchtitan_ext.storage.progress import OnBytes
+from torchtitan_ext.storage.raw_tensor import converted
+
+# Elements that are not read into place pass through a buffer of this size; a larger one would leave the caches.
+BUFFER_BYTES = 8 << 20
+
+# Elements and scales of a part have room in a bucket of this size, whatever their alignment.
+_MIN_BUCKET_BYTES = 1 << 10
+
+# Files that are read together: a process may have 1,024 open.
+_MAX_OPEN_FILES = 128
+
+
+class RecordFiles(Protocol):
+    """What reads the files of a checkpoint: a ``FileReader``, or another source of ``offline``."""
+
+    def find_records(self, indices: Sequence[MetadataIndex]) -> list[Record]:
+        """Where chunks lie."""
+        ...
+
+    def open_file(self, runs: _core.RunReader, name: str) -> int:
+        """Adds a file to a RunReader, and returns its number there."""
+        ...
+
+    def read_runs(self, runs: _core.RunReader, names: list[str]) -> None:
+        """Reads what was added."""
+        ...
+
+
+class OpenFiles:
+    """The files of a checkpoint that are read together. They stay open from one read to the next: opening a file again
+    reads the checksums of all its blocks again.
+
+    Attributes:
+        source: Reads them.
+    """
+
+    def __init__(self, source: RecordFiles) -> None:
+        self.source = source
+        self.close()
+
+    def add_box(
+        self,
+        name: str,
+        stored: _core.StoredTensor,
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        address: int,
+        strides: Sequence[int],
+    ) -> None:
+        """Adds a box of a stored tensor, and the memory that it goes to: no two of its elements share any.
+
+        Raises:
+            FormatError: The tensor has another number of dims, or the box does not lie in it, or it not in the file.
+        """
+        file = self._number_of(name)  # which may begin new runs
+        self._runs.add_box(file, stored, offsets, sizes, address, strides)
+
+    def add_part(
+        self,
+        name: str,
+        stored: _core.StoredTensor,
+        begin: Sequence[int],
+        inside: Sequence[int],
+        place: torch.Tensor,
+    ) -> None:
+        """Adds a box of a stored tensor whose offsets are given as two summands, and the CPU tensor that it fills."""
+        offsets = [first + offset for first, offset in zip(begin, inside, strict=True)]
+        self.add_box(name, stored, offsets, place.shape, place.data_ptr(), place.stride())
+
+    def add_bytes(self, name: str, offset: int, num_bytes: int) -> torch.Tensor:
+        """Adds bytes of a file. Returns the memory that they go to, 1-D uint8."""
+        file = self._number_of(name)
+        self._runs.check_bytes(file, offset, num_bytes)  # before memory is asked for
+        content = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        self._runs.add_bytes(file, offset, num_bytes, content.data_ptr())
+        return content
+
+    def read(self) -> None:
+        """Reads what was added; after an error nothing of it is left.
+
+        Raises:
+            DamagedCheckpointError: Bytes are not what was written.
+        """
+        with self.forgotten_on_error():
+            self.source.read_runs(self._runs, list(self._numbers))
+
+    @contextmanager
+    def forgotten_on_error(self) -> Iterator[None]:
+        """The next call must not read what failed. Damage gets the error that callers know."""
+        try:
+            yield
+        except BaseException as error:
+            self.close()
+            if isinstance(error, (_core.FormatError, UnicodeDecodeError)):
+                raise DamagedCheckpointError(str(error)) from None
+            raise
+
+    def close(self) -> None:
+        """Forgets the files, and what was added and not read."""
+        self._runs = _core.RunReader()
+        self._numbers: dict[str, int] = {}
+
+    def _number_of(self, name: str) -> int:
+        """The number of a file; where too many are open, what was added is read first, and they close."""
+        if name not in self._numbers:
+            if len(self._numbers) >= _MAX_OPEN_FILES:
+                self.read()
+                self.close()
+            self._numbers[name] = self.source.open_file(self._runs, name)
+        return self._numbers[name]
+
+
+ReadInto = Callable[[Sequence[int], torch.Tensor], object]
+"""Adds the reads of the box at some offsets, of the sizes of a CPU tensor, which they fill."""
+
+
+class Elements(NamedTuple):
+    """The saved elements of a box.
+
+    Attributes:
+        dtypes: Which they have in turn: as they are saved first, cast to each of the others.
+        read_into: Its offsets are in the box.
+        scales: By what they are multiplied, after a cast of both to float32: dtype, and how they are read.
+    """
+
+    dtypes: Sequence[torch.dtype]
+    read_into: ReadInto
+    scales: tuple[torch.dtype, ReadInto] | None = None
+
+
+class Fills:
+    """Targets that are filled together: ``add`` them, then ``read``; at last ``finish``.
+
+    Args:
+        files: To which ``Elements`` add their reads.
+        on_bytes: Called with each number of bytes that were read.
+        bucket_bytes: Called once if there are targets of an accelerator, for the size of their buckets.
+        copy: Copies the values for a key, of a dtype that may be another, into a target.
+
+    Attributes:
+        num_bytes: That the next ``read`` reads.
+    """
+
+    def __init__(
+        self,
+        files: OpenFiles,
+        *,
+        on_bytes: OnBytes = lambda _: None,
+        bucket_bytes: Callable[[], int] = lambda: BUCKET_BYTES,
+        copy: Callable[[str, torch.Tensor, torch.Tensor], object] | None = None,
+    ) -> None:
+        self._files = files
+        self._on_bytes = on_bytes
+        self._bucket_bytes = bucket_bytes
+        self._copy = copy or copy_values
+        self._buckets: IncomingBuckets | None = None
+        self._buffer: torch.Tensor | None = None
+        self._used = 0
+        self._forget()
+
+    def add(self, fqn: str, target: torch.Tensor, elements: Elements) -> None:
+        """Adds a target, and the elements that it gets. Where the buffer or the bucket is full, ``read`` is called for
+        those before.
+
+        Args:
+            target: On any device, any strides; a subclass is filled by its ``copy_``.
+        """
+        if elements.scales is None and len(elements.dtypes) == 1 and is_plain_target(target, elements.dtypes[0]):
+            elements.read_into((0,) * target.dim(), target)
+            self._written.append(target)
+            self.num_bytes += target.nbytes
+            return
+        by_bucket = _goes_by_bucket(target)
+        for inside, part in self._parts_of(target, elements, by_bucket=by_bucket):
+            place, scales = (self._bucket_places if by_bucket else self._places)(part, elements)
+            elements.read_into(inside, place)
+            self.num_bytes += place.nbytes
+            if elements.scales is not None and scales is not None:
+                elements.scales[1](inside, scales)
+                self.num_bytes += scales.nbytes
+            if not by_bucket:
+                self._copies.append((fqn, part, place, scales, elements.dtypes[1:]))
+
+    def read(self) -> None:
+        """Fills all targets that were added.
+
+        Raises:
+            CheckpointReadError: Elements do not fit a target of a subclass.
+            DamagedCheckpointError: Bytes are not what was written.
+            OSError: A file cannot be read.
+        """
+        try:
+            self._files.read()
+            self._on_bytes(self.num_bytes)
+            with torch.no_grad():
+                if self._buckets is not None:
+                    self._buckets.send()
+                for fqn, target, values, scales, dtypes in self._copies:
+                    self._copy(fqn, target, converted(values, scales, dtypes, target.dtype))
+            # Inference tensors count no versions.
+            torch.autograd.graph.increment_version([one for one in self._written if not one.is_inference()])
+        finally:
+            self._forget()
+
+    def finish(self) -> None:
+        """Waits until all targets are filled that were read."""
+        if self._buckets is not None:
+            self._buckets.finish()
+
+    def _parts_of(
+        self, target: torch.Tensor, elements: Elements, *, by_bucket: bool
+    ) -> Iterable[tuple[tuple[int, ...], torch.Tensor]]:
+        # torch refuses to fill elements that share memory, if it sees all of them.
+        if is_wrapper(target) or may_overlap_itself(target):
+            return [((0,) * target.dim(), target)]
+        if by_bucket:
+            self._buckets = self._buckets or IncomingBuckets(max(_MIN_BUCKET_BYTES, self._bucket_bytes()))
+        num_bytes = self._buckets.bucket_bytes if by_bucket and self._buckets is not None else BUFFER_BYTES
+        return row_major_boxes(target, max(1, num_bytes // _item_bytes(elements)))
+
+    def _places(self, part: torch.Tensor, elements: Elements) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self._used > 0 and self._used + part.numel() * _item_bytes(elements) > BUFFER_BYTES:
+            self.read()
+        place = self._take(part.shape, elements.dtypes[0])
+        return place, None if elements.scales is None else self._take(part.shape, elements.scales[0])
+
+    def _take(self, sizes: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """Room in the buffer; memory of its own where there is not enough."""
+        begin, num_bytes = self._used, sizes.numel() * dtype.itemsize
+        self._used = aligned(begin + num_bytes)
+        if begin + num_bytes > BUFFER_BYTES:
+            return torch.empty(sizes, dtype=dtype, device="cpu")
+        if self._buffer is None:
+            self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cpu")
+        return self._buffer[begin : begin + num_bytes].view(dtype).view(sizes)
+
+    def _bucket_places(self, part: torch.Tensor, elements: Elements) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert self._buckets is not None
+        scale_dtype = None if elements.scales is None else elements.scales[0]
+        places = self._buckets.place(part, elements.dtypes, scale_dtype)
+        if places is None:
+            self.read()
+            places = self._buckets.place(part, elements.dtypes, scale_dtype)
+        assert places is not None, "an empty bucket has no room for a part, please report"
+        return places
+
+    def _forget(self) -> None:
+        self._written: list[torch.Tensor] = []  # read into where they lie, unseen by autograd
+        self._copies: list[
+            tuple[str, torch.Tensor, torch.Tensor, torch.Tensor | None, Sequence[torch.dtype]]
+        ] = []  # with what was read
+        self._used = 0
+        self.num_bytes = 0
+
+
+def is_plain_target(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether elements of a saved dtype can be written straight into the target's memory."""
+    return target.is_cpu and target.dtype == dtype and is_plain_memory(target)
+
+
+def copy_values(fqn: str, target: torch.Tensor, values: torch.Tensor) -> None:
+    """Copies values into a target.
+
+    Raises:
+        CheckpointReadError: One of both is of a subclass, whose ``copy_`` fails.
+    """
+    if not is_wrapper(target) and not is_wrapper(values):
+        target.copy_(values)
+        return
+    try:
+        target.copy_(values)
+    except Exception as error:  # whatever the subclass raises
+        kinds = f"a {type(values).__name__} was saved, the target is a {type(target).__name__}"
+        reason = f"{kinds}, and copy_ fails ({type(error).__name__}: {error}); load into a target of the saved kind"
+        raise CheckpointReadError(fqn, reason) from error
+
+
+def _goes_by_bucket(target: torch.Tensor) -> bool:
+    """Whether a target is memory of an accelerator that takes our operators."""
+    return (
+        not target.is_cpu and not target.is_inference() and is_plain_memory(target) and takes_operators(target.device)
+    )
+
+
+def _item_bytes(elements: Elements) -> int:
+    """The memory that an element takes on its way, with its scale and room for alignment."""
+    item_bytes = max(dtype.itemsize for dtype in elements.dtypes)
+    return item_bytes if elements.scales is None else item_bytes + elements.scales[0].itemsize + 8
