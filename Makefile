@@ -139,11 +139,12 @@ wheel: $(STAMPS)/tools  ## sdist and wheel in dist/; the wheel saves and loads i
 	cp $(WHEEL)/dist/* dist
 	@ls -l dist
 
-lint: $(STAMPS)/lint  ## Formatters in checking mode, ruff, mypy
+lint: $(STAMPS)/lint build  ## Formatters in checking mode, ruff, mypy, and whether _core.pyi is what was compiled
 	$(VENV)/bin/clang-format --dry-run --Werror $(CPP_FILES)
 	$(VENV)/bin/ruff format --check $(PY_PATHS)
 	$(VENV)/bin/ruff check $(PY_PATHS)
 	$(VENV)/bin/mypy
+	$(VENV)/bin/stubtest torchtitan_ext._core --mypy-config-file pyproject.toml --allowlist .ci/stubtest-allowed --concise
 
 format: $(STAMPS)/lint  ## Let the formatters decide
 	$(VENV)/bin/clang-format -i $(CPP_FILES)

@@ -37,8 +37,10 @@ def candidate_steps(
 class KeyProblem:
     """What is wrong with a key; the sentence does not name the key."""
 
-    kind: ProblemKind
-    detail: str
+    @property
+    def kind(self) -> ProblemKind: ...
+    @property
+    def detail(self) -> str: ...
 
 def decide_steps(reports: list[Any]) -> tuple[_Step, ...] | KeyProblem:
     """The true order of sharding, by the ``ShardReport`` of each rank that reports."""
@@ -74,10 +76,14 @@ class OptionGaps:
         dropped: Saved options that no parameter wants.
     """
 
-    fillable: tuple[str, ...]
-    missing: dict[str, tuple[str, ...]]
-    incomplete: tuple[str, ...]
-    dropped: tuple[str, ...]
+    @property
+    def fillable(self) -> tuple[str, ...]: ...
+    @property
+    def missing(self) -> dict[str, tuple[str, ...]]: ...
+    @property
+    def incomplete(self) -> tuple[str, ...]: ...
+    @property
+    def dropped(self) -> tuple[str, ...]: ...
 
 def find_option_gaps(saved_keys: Iterable[str], wanted_keys: Iterable[str]) -> OptionGaps:
     """Sorts the keys that a flat optimizer state dict wants and a checkpoint lacks.
@@ -146,25 +152,40 @@ class MetadataColumns:
 class TensorKey:
     """A tensor as the metadata describes it; ``chunk_list`` is a number for ``MetadataColumns.chunk_list``."""
 
-    sizes: _Sizes
-    dtype: str
-    layout: str
-    memory_format: int
-    requires_grad: bool
-    pin_memory: bool
-    chunk_list: int
-    strides: _Sizes | None
+    @property
+    def sizes(self) -> _Sizes: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def layout(self) -> str: ...
+    @property
+    def memory_format(self) -> int: ...
+    @property
+    def requires_grad(self) -> bool: ...
+    @property
+    def pin_memory(self) -> bool: ...
+    @property
+    def chunk_list(self) -> int: ...
+    @property
+    def strides(self) -> _Sizes | None: ...
 
 class Part:
     """A chunk of a tensor, or a value (``offsets`` is ``None``), and the bytes of the file that hold its record."""
 
-    fqn: str
-    offsets: _Sizes | None
-    index: int | None
-    path: str
-    offset: int
-    num_bytes: int
-    transforms: list[str] | None
+    @property
+    def fqn(self) -> str: ...
+    @property
+    def offsets(self) -> _Sizes | None: ...
+    @property
+    def index(self) -> int | None: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def transforms(self) -> list[str] | None: ...
     def __init__(self, fqn: str, offsets: Sequence[int] | None, path: str, offset: int, num_bytes: int) -> None: ...
 
 class SavedParts:
@@ -186,11 +207,16 @@ class KeySummary:
         num_chunks: Number of records that hold the key.
     """
 
-    fqn: str
-    dtype: str | None
-    sizes: _Sizes | None
-    num_bytes: int
-    num_chunks: int
+    @property
+    def fqn(self) -> str: ...
+    @property
+    def dtype(self) -> str | None: ...
+    @property
+    def sizes(self) -> _Sizes | None: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def num_chunks(self) -> int: ...
     def __init__(self, fqn: str, dtype: str | None, sizes: _Sizes | None, num_bytes: int, num_chunks: int) -> None: ...
 
 class ChunkSummary:
@@ -202,11 +228,16 @@ class ChunkSummary:
         offset: Byte of the file at which the record begins; ``None`` if unknown.
     """
 
-    offsets: _Sizes | None
-    sizes: _Sizes | None
-    file: str | None
-    offset: int | None
-    num_bytes: int | None
+    @property
+    def offsets(self) -> _Sizes | None: ...
+    @property
+    def sizes(self) -> _Sizes | None: ...
+    @property
+    def file(self) -> str | None: ...
+    @property
+    def offset(self) -> int | None: ...
+    @property
+    def num_bytes(self) -> int | None: ...
     def __init__(
         self,
         offsets: _Sizes | None,
@@ -219,31 +250,45 @@ class ChunkSummary:
 class FileSummary:
     """A data file: its records, their bytes, and the byte at which the last one ends."""
 
-    path: str
-    num_parts: int
-    num_bytes: int
-    end: int
+    @property
+    def path(self) -> str: ...
+    @property
+    def num_parts(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def end(self) -> int: ...
 
 class UnplacedPart:
-    fqn: str
-    offsets: _Sizes | None
+    @property
+    def fqn(self) -> str: ...
+    @property
+    def offsets(self) -> _Sizes | None: ...
 
 class UncoveredKey:
     """A key whose chunks do not hold every element of its tensor once, with its ``cover_defect``."""
 
-    fqn: str
-    sizes: _Sizes
-    defect: str
+    @property
+    def fqn(self) -> str: ...
+    @property
+    def sizes(self) -> _Sizes: ...
+    @property
+    def defect(self) -> str: ...
 
 class ParsedMetadata:
     """``storage_meta`` are the fields of DCP's ``StorageMeta``, or ``None``; ``num_unknown_properties`` counts
     fields of ``TensorProperties`` that a newer torch added and left at their defaults."""
 
-    columns: MetadataColumns
-    planner_data: Any
-    storage_meta: Any
-    version: str | None
-    num_unknown_properties: int
+    @property
+    def columns(self) -> MetadataColumns: ...
+    @property
+    def planner_data(self) -> Any: ...
+    @property
+    def storage_meta(self) -> Any: ...
+    @property
+    def version(self) -> str | None: ...
+    @property
+    def num_unknown_properties(self) -> int: ...
 
 def columns_of(
     entries: Mapping[str, Any],
@@ -309,7 +354,8 @@ _Key = tuple[str, Sequence[int] | None, int | None]
 class FormatError(ValueError): ...
 
 class ElementType:
-    item_bytes: int
+    @property
+    def item_bytes(self) -> int: ...
     def __init__(self, storage_class: str, dtype: str, item_bytes: int) -> None: ...
 
 def element_types() -> dict[str, ElementType]:
@@ -322,14 +368,22 @@ class RankFile:
     file, where that is another one than that of the index.
     """
 
-    name: str
-    rank: int
-    num_bytes: int
-    footer_offset: int
-    footer_digest: int
-    records: bytes
-    sums: bytes
-    save_id: bytes | None
+    @property
+    def name(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def footer_offset(self) -> int: ...
+    @property
+    def footer_digest(self) -> int: ...
+    @property
+    def records(self) -> bytes: ...
+    @property
+    def sums(self) -> bytes: ...
+    @property
+    def save_id(self) -> bytes | None: ...
     def __init__(
         self,
         name: str,
@@ -348,15 +402,24 @@ class SavedRecord:
     ``sum`` is what ``ops.fingerprint_shard`` gives of the chunk; ``None`` if the save took none.
     """
 
-    fqn: str
-    offsets: _Sizes | None
-    index: int | None
-    dtype: str
-    sizes: _Sizes
-    offset: int
-    num_bytes: int
-    data_offset: int
-    sum: int | None
+    @property
+    def fqn(self) -> str: ...
+    @property
+    def offsets(self) -> _Sizes | None: ...
+    @property
+    def index(self) -> int | None: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def sizes(self) -> _Sizes: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def data_offset(self) -> int: ...
+    @property
+    def sum(self) -> int | None: ...
     def __init__(self, key: _Key, dtype: str, sizes: Sequence[int], sum: int | None) -> None:
         """A record that lies nowhere yet."""
 
@@ -371,13 +434,20 @@ class Index:
         has_sums: Whether the save took sums of its records.
     """
 
-    save_id: bytes
-    metadata_bytes: int
-    metadata_digest: int
-    notes: dict[str, str]
-    files: dict[str, RankFile]
-    tables: bytes
-    has_sums: bool
+    @property
+    def save_id(self) -> bytes: ...
+    @property
+    def metadata_bytes(self) -> int: ...
+    @property
+    def metadata_digest(self) -> int: ...
+    @property
+    def notes(self) -> dict[str, str]: ...
+    @property
+    def files(self) -> dict[str, RankFile]: ...
+    @property
+    def tables(self) -> bytes: ...
+    @property
+    def has_sums(self) -> bool: ...
     def tensors(self, name: str) -> dict[int, StoredTensor]:
         """The plain tensors of known dtypes in a file, by the offset of their records."""
     def sum_of(self, name: str, offset: int, fqn: str) -> int | None:
@@ -417,16 +487,22 @@ class RecordWriter:
 class DamagedBlock:
     """Bytes ``begin`` to ``end`` of a file that do not match their checksum."""
 
-    file: int
-    begin: int
-    end: int
+    @property
+    def file(self) -> int: ...
+    @property
+    def begin(self) -> int: ...
+    @property
+    def end(self) -> int: ...
 
 class BlockRange:
     """Blocks ``first`` to ``last`` of a file; the last is not among them."""
 
-    file: str
-    first: int
-    last: int
+    @property
+    def file(self) -> str: ...
+    @property
+    def first(self) -> int: ...
+    @property
+    def last(self) -> int: ...
 
 class BlockLedger:
     """Which blocks of files were touched and verified, over several reads (``csrc/core/block_ledger.h``)."""
@@ -480,9 +556,12 @@ class PackedRuns:
         data: The bytes of the runs.
     """
 
-    counts: list[tuple[int, int]]
-    runs: memoryview
-    data: memoryview
+    @property
+    def counts(self) -> list[tuple[int, int]]: ...
+    @property
+    def runs(self) -> memoryview: ...
+    @property
+    def data(self) -> memoryview: ...
 
 class RunWriter:
     def add_file(self, path: bytes, num_bytes: int, is_written: bool = True) -> int:
@@ -560,12 +639,18 @@ class StoredTensor:
     """Where the elements of a tensor lie in a file; without strides row-major. ``data_offset`` is the byte of the file
     at which element 0 begins, ``dtype`` the name in torch, without the module."""
 
-    dtype: str
-    sizes: _Sizes
-    strides: _Sizes
-    is_row_major: bool
-    data_offset: int
-    item_bytes: int
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def sizes(self) -> _Sizes: ...
+    @property
+    def strides(self) -> _Sizes: ...
+    @property
+    def is_row_major(self) -> bool: ...
+    @property
+    def data_offset(self) -> int: ...
+    @property
+    def item_bytes(self) -> int: ...
     def __init__(self, dtype: str, sizes: Sequence[int], strides: Sequence[int] | None, data_offset: int) -> None: ...
     def shape_defect(self, dtype: str, sizes: Sequence[int]) -> str | None:
         """How it differs from the dtype and sizes in the metadata; ``None`` if it does not."""
@@ -591,12 +676,17 @@ _HeldBox = tuple[_Sizes, _Sizes]
 class EncodedColumns:
     """A key table as bytes, and the order of its keys."""
 
-    sections: list[bytes]
-    part: bytes
-    names: list[list[str]]
-    kind_of: list[list[int]]
-    odd_paths: list[str]
-    """Keys whose path is no cut of the key at dots."""
+    @property
+    def sections(self) -> list[bytes]: ...
+    @property
+    def part(self) -> bytes: ...
+    @property
+    def names(self) -> list[list[str]]: ...
+    @property
+    def kind_of(self) -> list[list[int]]: ...
+    @property
+    def odd_paths(self) -> list[str]:
+        """Keys whose path is no cut of the key at dots."""
 
 def encode_columns(entries: dict[str, Any], paths: dict[str, tuple[Any, ...]], own: set[str]) -> EncodedColumns:
     """The table of a rank.
@@ -617,11 +707,16 @@ class ClassWrites:
         boxes: Those of a tensor that describes itself, and of a divided shard, with their places in the metadata.
     """
 
-    section: int
-    steps: tuple[_Step, ...]
-    first_chunk: int
-    keys: list[int]
-    boxes: list[tuple[int, _HeldBox]]
+    @property
+    def section(self) -> int: ...
+    @property
+    def steps(self) -> tuple[_Step, ...]: ...
+    @property
+    def first_chunk(self) -> int: ...
+    @property
+    def keys(self) -> list[int]: ...
+    @property
+    def boxes(self) -> list[tuple[int, _HeldBox]]: ...
 
 def read_decision(decision: bytes, kind_of: Sequence[Sequence[int]]) -> list[ClassWrites]: ...
 
@@ -629,12 +724,18 @@ class Overlap:
     """A part of a saved chunk that a wanted chunk needs: positions of both; where it begins in the global tensor, the
     saved chunk and the local tensor (of a wanted chunk without local offsets: in this); and its sizes."""
 
-    wanted: int
-    saved: int
-    offsets: _Sizes
-    saved_offsets: _Sizes
-    local_offsets: _Sizes
-    sizes: _Sizes
+    @property
+    def wanted(self) -> int: ...
+    @property
+    def saved(self) -> int: ...
+    @property
+    def offsets(self) -> _Sizes: ...
+    @property
+    def saved_offsets(self) -> _Sizes: ...
+    @property
+    def local_offsets(self) -> _Sizes: ...
+    @property
+    def sizes(self) -> _Sizes: ...
 
 class ChunkIndex:
     """A list of saved chunks, sorted once."""
@@ -669,17 +770,24 @@ class WritePart:
         position: The place in the metadata's list of chunks; ``None`` of an object.
     """
 
-    entry: Any
-    offsets: _Sizes
-    sizes: _Sizes
-    position: int | None
+    @property
+    def entry(self) -> Any: ...
+    @property
+    def offsets(self) -> _Sizes: ...
+    @property
+    def sizes(self) -> _Sizes: ...
+    @property
+    def position(self) -> int | None: ...
 
 class Writes:
     """What a rank writes: per item its key and the number of its part, in the order of keys."""
 
-    parts: list[WritePart]
-    fqns: list[str]
-    part_of: list[int]
+    @property
+    def parts(self) -> list[WritePart]: ...
+    @property
+    def fqns(self) -> list[str]: ...
+    @property
+    def part_of(self) -> list[int]: ...
     def local_boxes(self) -> dict[tuple[str, _Sizes], _HeldBox]:
         """Where each written box lies in the rank's local tensor, and its sizes, by key and offsets."""
 
@@ -697,9 +805,12 @@ def written_boxes(entry: Any, steps: Sequence[_Step]) -> tuple[_HeldBox, ...]:
 class Unfilled:
     """A tensor of which the saved chunks do not hold, once, all that the rank wants; counts elements."""
 
-    fqn: str
-    num_wanted: int
-    num_read: int
+    @property
+    def fqn(self) -> str: ...
+    @property
+    def num_wanted(self) -> int: ...
+    @property
+    def num_read(self) -> int: ...
 
 class Reads:
     """What a rank reads: values that are no tensors, and one row per part of a saved chunk, both in the order of keys.
@@ -710,16 +821,26 @@ class Reads:
         chunk_offsets: Of the saved chunk, like ``chunk_positions``; ``saved_offsets`` are those of the part in it.
     """
 
-    values: dict[str, str]
-    fqns: list[str]
-    saved_names: list[str]
-    offsets: list[Any]
-    positions: list[int]
-    local_offsets: list[Any]
-    chunk_offsets: list[Any]
-    chunk_positions: list[int]
-    saved_offsets: list[Any]
-    sizes: list[Any]
+    @property
+    def values(self) -> dict[str, str]: ...
+    @property
+    def fqns(self) -> list[str]: ...
+    @property
+    def saved_names(self) -> list[str]: ...
+    @property
+    def offsets(self) -> list[Any]: ...
+    @property
+    def positions(self) -> list[int]: ...
+    @property
+    def local_offsets(self) -> list[Any]: ...
+    @property
+    def chunk_offsets(self) -> list[Any]: ...
+    @property
+    def chunk_positions(self) -> list[int]: ...
+    @property
+    def saved_offsets(self) -> list[Any]: ...
+    @property
+    def sizes(self) -> list[Any]: ...
     def unfilled(self) -> list[Unfilled]: ...
 
 def find_reads(
@@ -748,27 +869,38 @@ class EntryType(enum.Enum):
 class KeyKind:
     """What keys of one class have in common; the dtype is empty of objects."""
 
-    type: EntryType
-    dtype: str
-    global_shape: _Sizes
-    requires_grad: bool
-    is_plain: bool
-    """Whether every rank holds all of the tensor."""
-    is_object: bool
+    @property
+    def type(self) -> EntryType: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def global_shape(self) -> _Sizes: ...
+    @property
+    def requires_grad(self) -> bool: ...
+    @property
+    def is_plain(self) -> bool:
+        """Whether every rank holds all of the tensor."""
+    @property
+    def is_object(self) -> bool: ...
 
 class HeldShard:
     """A shard and the ranks (positions in the list of tables) that hold it alike, in increasing order."""
 
-    ranks: _Sizes
-    boxes: tuple[_HeldBox, ...]
+    @property
+    def ranks(self) -> _Sizes: ...
+    @property
+    def boxes(self) -> tuple[_HeldBox, ...]: ...
     def __init__(self, ranks: Sequence[int], boxes: Sequence[_Box]) -> None: ...
 
 class Replica:
     """One complete tensor, as the shards that make it up."""
 
-    steps: tuple[_Step, ...]
-    ranks: list[int]
-    shards: tuple[HeldShard, ...]
+    @property
+    def steps(self) -> tuple[_Step, ...]: ...
+    @property
+    def ranks(self) -> list[int]: ...
+    @property
+    def shards(self) -> tuple[HeldShard, ...]: ...
 
 def axes_of(meshes: Sequence[tuple[Sequence[int], Sequence[str] | None]], held: Sequence[int] = ...) -> dict[str, int]:
     """Size of each named axis of meshes (shape and names), with an axis ``pp`` for the stages of a pipeline.
@@ -778,7 +910,8 @@ def axes_of(meshes: Sequence[tuple[Sequence[int], Sequence[str] | None]], held: 
     """
 
 class World:
-    num_ranks: int
+    @property
+    def num_ranks(self) -> int: ...
     def add_section(self, bytes: bytes) -> int: ...
     def add_rank(self, sections: Sequence[int], part: bytes) -> None: ...
     def agree(self, needs_all_ranks: bool) -> None: ...
@@ -814,23 +947,33 @@ class World:
 class DigestOfRank:
     """What stands for the value of a rank, and whether it is the beginning of a digest only."""
 
-    rank: int
-    digest: bytes
-    is_cut: bool
+    @property
+    def rank(self) -> int: ...
+    @property
+    def digest(self) -> bytes: ...
+    @property
+    def is_cut(self) -> bool: ...
 
 class ReplicaDifference:
-    key: int
-    first: DigestOfRank
-    second: DigestOfRank
-    is_presumed: bool
-    """Whether the ranks are on different meshes, and replicas by presumption only."""
+    @property
+    def key(self) -> int: ...
+    @property
+    def first(self) -> DigestOfRank: ...
+    @property
+    def second(self) -> DigestOfRank: ...
+    @property
+    def is_presumed(self) -> bool:
+        """Whether the ranks are on different meshes, and replicas by presumption only."""
 
 class DigestComparison:
     """Keys of tensors on several meshes are ``equal``, or ``uncompared`` where layouts differ or a digest lacks."""
 
-    differing: list[ReplicaDifference]
-    equal: list[int]
-    uncompared: list[int]
+    @property
+    def differing(self) -> list[ReplicaDifference]: ...
+    @property
+    def equal(self) -> list[int]: ...
+    @property
+    def uncompared(self) -> list[int]: ...
 
 class ReplicaDigests:
     def __init__(self, world: World) -> None: ...
@@ -839,7 +982,8 @@ class ReplicaDigests:
     def compare(self) -> DigestComparison: ...
 
 class WritePlan:
-    load_bytes: list[int]
+    @property
+    def load_bytes(self) -> list[int]: ...
     def __init__(
         self,
         world: World,
@@ -857,21 +1001,28 @@ class WritePlan:
 NO_KEY: int
 
 class TransferPair:
-    source_class: int
-    target_class: int
+    @property
+    def source_class(self) -> int: ...
+    @property
+    def target_class(self) -> int: ...
     cast_to: int
-    distrusted: list[int]
-    source_keys: list[int]
-    target_keys: list[int]
+    @property
+    def distrusted(self) -> list[int]: ...
+    @property
+    def source_keys(self) -> list[int]: ...
+    @property
+    def target_keys(self) -> list[int]: ...
 
 def pair_keys(
     source: World, target: World, source_of: Sequence[int], distrusted: Mapping[int, Sequence[int]] = ...
 ) -> list[TransferPair]: ...
 
 class TransferPlan:
-    bytes_between: dict[tuple[int, int], int]
-    first_absent: dict[int, _HeldBox]
-    """By the position of a pair a box of its keys that some rank wants and none holds."""
+    @property
+    def bytes_between(self) -> dict[tuple[int, int], int]: ...
+    @property
+    def first_absent(self) -> dict[int, _HeldBox]:
+        """By the position of a pair a box of its keys that some rank wants and none holds."""
     def __init__(
         self,
         source: World,
@@ -885,23 +1036,32 @@ class TransferPlan:
     def absent(self, rank: int) -> bytes: ...
 
 class BoxTable:
-    entries: bytes
-    bytes_of_peer: dict[int, int]
+    @property
+    def entries(self) -> bytes: ...
+    @property
+    def bytes_of_peer(self) -> dict[int, int]: ...
 
 class AbsentBox:
     """Of a tensor that states its boxes the one with the number ``chunk``, in which local offsets count then."""
 
-    chunk: int
-    offsets: _Sizes
-    sizes: _Sizes
-    local_offsets: _Sizes
+    @property
+    def chunk(self) -> int: ...
+    @property
+    def offsets(self) -> _Sizes: ...
+    @property
+    def sizes(self) -> _Sizes: ...
+    @property
+    def local_offsets(self) -> _Sizes: ...
 
 class AbsentKey:
     """What a rank wants of the key at a position of its table, and no rank holds."""
 
-    position: int
-    num_bytes: int
-    boxes: list[AbsentBox]
+    @property
+    def position(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def boxes(self) -> list[AbsentBox]: ...
 
 def expand_absent(absent: bytes) -> list[AbsentKey]: ...
 def expand_transfers(transfers: bytes, first_tensor: Sequence[int]) -> BoxTable: ...
@@ -911,10 +1071,14 @@ def expand_transfers(transfers: bytes, first_tensor: Sequence[int]) -> BoxTable:
 class MapPart:
     """What is read of one chunk of a source; ``chunk`` is its position in the chunk list. Memory counts elements."""
 
-    source: int
-    chunk: int
-    memory_offset: int
-    memory_strides: _Sizes
+    @property
+    def source(self) -> int: ...
+    @property
+    def chunk(self) -> int: ...
+    @property
+    def memory_offset(self) -> int: ...
+    @property
+    def memory_strides(self) -> _Sizes: ...
     def stored(self, chunk: StoredTensor) -> StoredTensor:
         """The elements that are read as a tensor of their own, given where those of the chunk lie."""
 
@@ -923,9 +1087,12 @@ class MapSources:
     def __init__(self, sources: Sequence[tuple[Sequence[int], ChunkIndex | None]]) -> None: ...
 
 class TensorMap:
-    shape: _Sizes
-    num_pieces: int
-    sources: list[int]
+    @property
+    def shape(self) -> _Sizes: ...
+    @property
+    def num_pieces(self) -> int: ...
+    @property
+    def sources(self) -> list[int]: ...
     def source_in_place(self) -> int | None:
         """The only source, where each element is the one at the same row-major position of it."""
     def enumerate(self) -> list[tuple[int, int]]:
@@ -937,15 +1104,22 @@ class TensorMap:
 class MappedTensor:
     """A tensor that a transform gives out; without ``dtypes`` it is a value that is no tensor, of source ``value``."""
 
-    name: str
-    dtypes: list[str]
-    values: TensorMap
-    scales: TensorMap | None
-    value: int
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtypes(self) -> list[str]: ...
+    @property
+    def values(self) -> TensorMap: ...
+    @property
+    def scales(self) -> TensorMap | None: ...
+    @property
+    def value(self) -> int: ...
 
 class ResolvedTransform:
-    targets: list[MappedTensor]
-    problems: list[tuple[str, str]]
+    @property
+    def targets(self) -> list[MappedTensor]: ...
+    @property
+    def problems(self) -> list[tuple[str, str]]: ...
 
 _StepArguments = tuple[str, int, Sequence[int], Sequence[Sequence[int]], str]
 
@@ -958,12 +1132,18 @@ def resolve_transform(
     """Sources are names, dtypes (empty for values that are no tensors) and shapes."""
 
 class SharePlan:
-    wanted_bytes: int
-    repeated_bytes: int
-    shared_bytes: int
-    sample_bytes: list[int]
-    devices: list[str]
-    bytes_between: dict[tuple[int, int], int]
+    @property
+    def wanted_bytes(self) -> int: ...
+    @property
+    def repeated_bytes(self) -> int: ...
+    @property
+    def shared_bytes(self) -> int: ...
+    @property
+    def sample_bytes(self) -> list[int]: ...
+    @property
+    def devices(self) -> list[str]: ...
+    @property
+    def bytes_between(self) -> dict[tuple[int, int], int]: ...
     def __init__(
         self, wanted: Sequence[bytes], own_bytes: Sequence[int], hosts: Sequence[int], is_per_host: bool
     ) -> None: ...
@@ -971,23 +1151,34 @@ class SharePlan:
     def part_message(self, rank: int) -> bytes: ...
 
 class ItemsToRead:
-    items: list[list[Any]]
-    num_bytes: int
+    @property
+    def items(self) -> list[list[Any]]: ...
+    @property
+    def num_bytes(self) -> int: ...
 
 class SharedExchange:
-    sources: list[tuple[int, Any]]
-    targets: list[tuple[int, Any]]
-    sends: npt.NDArray[np.int64]
-    receives: npt.NDArray[np.int64]
+    @property
+    def sources(self) -> list[tuple[int, Any]]: ...
+    @property
+    def targets(self) -> list[tuple[int, Any]]: ...
+    @property
+    def sends(self) -> npt.NDArray[np.int64]: ...
+    @property
+    def receives(self) -> npt.NDArray[np.int64]: ...
 
 class RankReads:
     """What one rank reads of the tensors of several checkpoints; see csrc/bindings/shared_reads.cpp."""
 
-    items: list[list[Any]]
-    num_bytes: int
-    own_bytes: int
-    num_rounds: int
-    shared_items: list[int]
+    @property
+    def items(self) -> list[list[Any]]: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def own_bytes(self) -> int: ...
+    @property
+    def num_rounds(self) -> int: ...
+    @property
+    def shared_items(self) -> list[int]: ...
     def __init__(self, items: Sequence[Sequence[Any]], metadata: Sequence[Mapping[str, Any]]) -> None: ...
     def take(self, num_bytes: int, can_cut: Sequence[bool]) -> ItemsToRead: ...
     def wanted(self, tag_of: Sequence[tuple[str, str, int, bool, bool] | None]) -> bytes: ...
@@ -1021,10 +1212,14 @@ class HeldSums:
     ``sums`` has that of the rank's shard under ``None``, or that of each box (offsets and sizes).
     """
 
-    dtype: str
-    shape: _Sizes
-    replica: str
-    sums: dict[_HeldBox | None, int]
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> _Sizes: ...
+    @property
+    def replica(self) -> str: ...
+    @property
+    def sums(self) -> dict[_HeldBox | None, int]: ...
 
 class SumTable:
     """Sums of what one rank, or each of several, holds of tensors, modulo 2^64; see csrc/core/sums.h."""

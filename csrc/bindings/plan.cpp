@@ -1,6 +1,7 @@
 // Key tables, agreement and write plans for Python. Like core.cpp it converts and decides nothing.
 #include "bindings/plan.h"
 
+#include <pybind11/native_enum.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -172,11 +173,12 @@ py::list written_boxes_py(const World& world, size_t index) {
 }
 
 void define_world(py::module_& module) {
-  py::enum_<EntryType>(module, "EntryType")
+  py::native_enum<EntryType>(module, "EntryType", "enum.Enum")
       .value("NONE", EntryType::kNone)
       .value("OBJECT", EntryType::kObject)
       .value("TENSOR", EntryType::kTensor)
-      .value("BOXES", EntryType::kBoxes);
+      .value("BOXES", EntryType::kBoxes)
+      .finalize();
   py::class_<KeyKind>(module, "KeyKind")
       .def_readonly("type", &KeyKind::type)
       .def_readonly("dtype", &KeyKind::dtype)
