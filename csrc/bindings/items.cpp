@@ -244,10 +244,25 @@ struct Reads {
   }
 };
 
+// One Python object for equal sizes: thousands of them would wake the garbage collector.
+class SizeObjects {
+ public:
+  explicit SizeObjects(py::object size_class) : size_class_(std::move(size_class)) {}
+
+  py::object operator()(const Sizes& sizes) {
+    py::object& object = objects_[sizes];
+    if (!object) object = size_class_(to_tuple(sizes));
+    return object;
+  }
+
+ private:
+  py::object size_class_;
+  std::map<Sizes, py::object> objects_;
+};
+
 ReadAlike find_parts(const py::object& entry, const py::object& chunk_list, std::vector<Chunk> wanted,
-                     const py::object& size_class) {
+                     SizeObjects& to_size) {
   const auto& saved = chunk_list.cast<const ChunkIndex&>();
-  const auto to_size = [&size_class](const Sizes& sizes) { return size_class(to_tuple(sizes)); };
   ReadAlike alike{entry, chunk_list, std::move(wanted), {}, 0};
   for (const Overlap& part : saved.find_overlaps(alike.wanted)) {
     alike.parts.push_back(py::make_tuple(to_size(alike.wanted[part.wanted].offsets), part.wanted,
@@ -262,6 +277,7 @@ Reads find_reads(const Names& names, const py::dict& entries, const py::dict& sa
                  const py::function& chunks_of, const py::dict& decided, const py::object& size_class) {
   Reads reads;
   EntryTypes types;
+  SizeObjects to_size(size_class);
   for (const py::list& of_section : names) {
     for (const py::handle name : of_section) {
       const py::object fqn = py::reinterpret_borrow<py::object>(name);
@@ -283,7 +299,7 @@ Reads find_reads(const Names& names, const py::dict& entries, const py::dict& sa
       const py::object chunk_list = chunks_of(fqn);
       const auto [place, is_new] = reads.alike.try_emplace({entry.ptr(), chunk_list.ptr(), std::move(order)});
       if (is_new) {
-        place->second = find_parts(entry, chunk_list, held_chunks(entry, type, steps ? &*steps : nullptr), size_class);
+        place->second = find_parts(entry, chunk_list, held_chunks(entry, type, steps ? &*steps : nullptr), to_size);
       }
       reads.add(fqn, saved_name, place->second);
     }

@@ -100,7 +100,7 @@ class LazyDict(dict[_Key, _Value]):
         if source is None or number is None:
             raise KeyError(key)
         value = source.value(number)
-        super().__setitem__(source.key(number), value)
+        super().__setitem__(key, value)
         return value
 
     def get(self, key: Any, default: Any = None) -> Any:
@@ -192,6 +192,9 @@ class _Entries:
         self.columns = columns
         self._names = columns.names_of_keys()
         self._chunk_lists: dict[int, list[ChunkStorageMetadata]] = {}
+        # Keys share them, as those of one save do in memory: thousands of equal objects would wake the garbage collector.
+        self._properties: dict[tuple[Any, ...], TensorProperties] = {}
+        self._sizes: dict[tuple[int, ...], torch.Size] = {}
 
     def __len__(self) -> int:
         return len(self._names)
@@ -206,15 +209,18 @@ class _Entries:
         key = self.columns.key(number)
         if key is None:
             return BytesStorageMetadata()
-        properties = TensorProperties(
-            dtype=getattr(torch, key.dtype),
-            layout=torch.serialization._get_layout(key.layout),
-            requires_grad=key.requires_grad,
-            memory_format=MEMORY_FORMATS[key.memory_format],
-            pin_memory=key.pin_memory,
-            **({"strides": key.strides} if "strides" in PROPERTIES else {}),
-        )
-        return TensorStorageMetadata(properties, torch.Size(key.sizes), self._chunks(key.chunk_list))
+        alike = (key.dtype, key.layout, key.requires_grad, key.memory_format, key.pin_memory, key.strides)
+        if alike not in self._properties:
+            self._properties[alike] = TensorProperties(
+                dtype=getattr(torch, key.dtype),
+                layout=torch.serialization._get_layout(key.layout),
+                requires_grad=key.requires_grad,
+                memory_format=MEMORY_FORMATS[key.memory_format],
+                pin_memory=key.pin_memory,
+                **({"strides": key.strides} if "strides" in PROPERTIES else {}),
+            )
+        sizes = self._sizes.setdefault(key.sizes, torch.Size(key.sizes))
+        return TensorStorageMetadata(self._properties[alike], sizes, self._chunks(key.chunk_list))
 
     def _chunks(self, number: int) -> list[ChunkStorageMetadata]:
         """One shared list for all keys with equal lists: planners look through each list once."""
