@@ -53,15 +53,19 @@ class WriteDecision:
 
 def write_items(writes: _core.Writes) -> list[WriteItem]:
     """The items, in the order of keys. Those of keys that are held alike share what describes the data."""
-    parts = [(part.position, *_described(part)) for part in writes.parts]
-    if not parts:
-        return []
-    positions, types, data = zip(*(parts[number] for number in writes.part_of), strict=True)
-    offsets = [None if one is None else one.chunk.offsets for one in data]
+    described = [_described(part) for part in writes.parts]
+    part_of = writes.part_of
+    data = [described[number][1] for number in part_of]
+    positions = [part.position for part in writes.parts]
     return items_of(
         WriteItem,
-        index=items_of(MetadataIndex, fqn=writes.fqns, offset=offsets, index=positions),
-        type=types,
+        index=items_of(
+            MetadataIndex,
+            fqn=writes.fqns,
+            offset=[None if one is None else one.chunk.offsets for one in data],
+            index=[positions[number] for number in part_of],
+        ),
+        type=[described[number][0] for number in part_of],
         bytes_io_data=[None] * len(data),
         tensor_data=data,
     )
