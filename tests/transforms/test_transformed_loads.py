@@ -113,6 +113,19 @@ def test_values_take_every_dtype_on_the_way(tmp_path: Path) -> None:
     assert differences(state, {"v": whole.bfloat16().float()}) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e8m0fnu])
+def test_scales_of_few_bits_multiply_in_float32(tmp_path: Path, dtype: torch.dtype) -> None:
+    """A product in the dtype of such scales would be rounded, or is not there."""
+    weight = torch.linspace(-3, 3, 8 * 12).view(8, 12).to(torch.float8_e4m3fn)
+    scale = torch.linspace(0.3, 5, 2 * 3).view(2, 3).to(dtype)
+    tte.save({"w": weight, "s": scale}, tmp_path, no_dist=True)
+    rule = transforms.Rule(["w", "s"], "v", [transforms.dequantize([4, 4], dtype="float32")])
+    state = {"v": torch.zeros(8, 12)}
+    tte.load(state, tmp_path, transform=Transform([rule]))
+    full = scale.float().repeat_interleave(4, 0).repeat_interleave(4, 1)
+    assert differences(state, {"v": weight.float() * full}) == []
+
+
 def test_one_layer_reads_its_own_files_parts(checkpoint: Path) -> None:
     state = {"layers.1.wk": torch.zeros(7, DIM)}
     tte.load({"model": state}, checkpoint, transform=TRANSFORM)

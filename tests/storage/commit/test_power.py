@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from extent import SOAK
 from fault_field import SCENARIOS, Field, Scenario
 from file_faults import FaultServer, loaded_value
@@ -17,6 +18,7 @@ from lossy_disk import LossyDisk, choices, read_log
 from missing_tools import skip_or_fail
 
 import torchtitan_ext as tte
+from torchtitan_ext import _core
 from torchtitan_ext.offline.rewrite.convert import convert
 from torchtitan_ext.offline.sources import open_source
 from torchtitan_ext.storage import FileWriter
@@ -158,6 +160,18 @@ def test_the_names_of_new_directories_are_synced(tmp_path: Path, synced: list[st
     run = tmp_path / "runs" / "first"
     tte.save({"w": torch.ones(3)}, storage_writer=FileWriter(run / "step-1"), no_dist=True)
     assert sorted(synced[-3:]) == [str(path) for path in (tmp_path, tmp_path / "runs", run)]
+
+
+@pytest.mark.parametrize("use_collectives", [True, False])
+def test_the_name_of_a_new_target_is_synced_where_it_is_filled_in_place(
+    tmp_path: Path, synced: list[str], monkeypatch: pytest.MonkeyPatch, use_collectives: bool
+) -> None:
+    """No rename gives it a name: a mounted file system cannot exchange directories, or each rank has its metadata."""
+    monkeypatch.setattr(_core, "is_on_fuse", lambda path: use_collectives)
+    run = tmp_path / "run"
+    writer = FileWriter(run / "step-1")
+    dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True, use_collectives=use_collectives)
+    assert {str(tmp_path), str(run), str(run / "step-1")} <= set(synced)
 
 
 def test_weights_and_converted_files_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,6 +231,24 @@ def check_missing_waits(rank: int, world_size: int, path: Path) -> None:
             assert not saved_and_loaded("wrong")
 
 
+def test_all_streams_see_what_was_loaded(run_on_accelerator: Callable[..., Any], tmp_path: Path) -> None:
+    """On the stream of the load reads come behind it; on another one they are right if the load has waited."""
+    run_on_accelerator(1, check_another_stream, tmp_path)
+
+
+def check_another_stream(rank: int, world_size: int, device: str, path: Path) -> None:
+    state = {f"w{index}": torch.randn(50, 7) for index in range(16)}
+    save(state, FileWriter(path))
+    # Each of them is a cast of its own, the last one late.
+    targets = {key: torch.zeros(50, 7, dtype=torch.float64, device=device) for key in state}
+    torch.accelerator.synchronize()
+    with buckets_of(64 << 20, 0.01):
+        load(targets, FileReader(path), dcp.DefaultLoadPlanner())
+        with torch.Stream(device):
+            there = on_host({key: targets[key] for key in reversed(targets)})
+    assert differences(there, {key: value.double() for key, value in state.items()}) == []
+
+
 def test_a_device_without_operators(run_on_accelerator: Callable[..., Any], tmp_path: Path) -> None:
     run_on_accelerator(1, check_without_operators, tmp_path)
 
