@@ -192,7 +192,7 @@ class _Entries:
         self.columns = columns
         self._names = columns.names_of_keys()
         self._chunk_lists: dict[int, list[ChunkStorageMetadata]] = {}
-        # Keys share them, as those of one save do in memory: thousands of equal objects would wake the garbage collector.
+        # Keys share them, as those of one save do in memory: thousands of objects would wake the garbage collector.
         self._properties: dict[tuple[Any, ...], TensorProperties] = {}
         self._sizes: dict[tuple[int, ...], torch.Size] = {}
 
