@@ -159,7 +159,7 @@ class BoxReader:
             WrongValueError: A number is too large for the dtype of its piece.
             OSError: A file cannot be read.
         """
-        with self._open.forgotten_on_error():
+        with self._fills.forgotten_on_error():
             for piece, place in zip(pieces, places, strict=True):
                 if isinstance(self.source, MappedFiles):
                     elements = mapped_elements(self.source.mapped, self._open, piece.fqn, piece.offsets)

@@ -221,6 +221,16 @@ class Fills:
         finally:
             self._forget()
 
+    @contextmanager
+    def forgotten_on_error(self) -> Iterator[None]:
+        """For who goes on after an error: the next call must not fill what was added before it."""
+        try:
+            with self._files.forgotten_on_error():
+                yield
+        except BaseException:
+            self._forget()
+            raise
+
     def finish(self) -> None:
         """Waits until all targets are filled that were read."""
         if self._buckets is not None:
