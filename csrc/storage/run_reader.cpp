@@ -60,8 +60,6 @@ void read_hashed(const File& file, std::span<const iovec> pieces, int64_t offset
   read_part();
 }
 
-char* pointer(int64_t address) { return reinterpret_cast<char*>(static_cast<uintptr_t>(address)); }
-
 }  // namespace
 
 struct RunReader::Worker {

@@ -41,8 +41,6 @@ bool are_alike(const Stretch& left, const Stretch& right) {
          left.memory_stride == right.memory_stride;
 }
 
-char* pointer(int64_t address) { return reinterpret_cast<char*>(static_cast<uintptr_t>(address)); }
-
 }  // namespace
 
 void copy_stretch(const Stretch& stretch, char* window, int64_t window_begin, Direction direction) {

@@ -14,6 +14,9 @@ namespace torchtitan_ext::storage {
 
 constexpr size_t kMaxLoops = 64;
 
+// An address as run lists have it.
+inline char* pointer(int64_t address) { return reinterpret_cast<char*>(static_cast<uintptr_t>(address)); }
+
 // `count` runs of `run_bytes` at even distances.
 struct Stretch {
   int64_t file_bytes = 0;  // where the first one lies in the file

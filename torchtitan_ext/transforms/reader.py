@@ -8,14 +8,16 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
+from torchtitan_ext.state.host_copies import aligned
 from torchtitan_ext.storage.native.device_buckets import bucket_bytes_of
-from torchtitan_ext.storage.native.file_reader import BATCH_BYTES, FileReader
+from torchtitan_ext.storage.native.file_reader import FileReader
 from torchtitan_ext.storage.native.read_batch import ReadBatch
 from torchtitan_ext.storage.weights.safetensors_reader import reader_at
 from torchtitan_ext.transforms.mapped import MappedMetadata
@@ -87,17 +89,19 @@ class MappedReader(FileReader):
             self._source._read(dataclasses.replace(plan, items=values), planner)
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
 
-        def bucket_bytes() -> int:
-            widths = (sum(dtype.itemsize for dtype in self._mapped.dtypes(one.storage_index.fqn)) for one in tensors)
-            return bucket_bytes_of(sum(one.lengths.numel() * width for one, width in zip(tensors, widths, strict=True)))
-
-        batch = ReadBatch(planner, self._source, self._count, bucket_bytes)
+        batch = ReadBatch(planner, self._source, self._count, lambda: self._bucket_bytes(tensors))
         for item in tensors:
             fqn = item.storage_index.fqn
             batch.add_box(item, mapped_elements(self._mapped, batch.files, fqn, item.storage_offsets))
-            if batch.num_bytes >= BATCH_BYTES:
-                batch.read()
         batch.finish()
+
+    def _bucket_bytes(self, items: Sequence[ReadItem]) -> int:
+        num_bytes = 0
+        for item in items:
+            fqn, num_elements = item.storage_index.fqn, item.lengths.numel()
+            parts = (max(self._mapped.dtypes(fqn), key=attrgetter("itemsize")), self._mapped.scale_dtype(fqn))
+            num_bytes += sum(aligned(num_elements * dtype.itemsize) for dtype in parts if dtype is not None)
+        return bucket_bytes_of(num_bytes)
 
     def _count(self, num_bytes: int) -> None:
         self.num_bytes_read += num_bytes

@@ -44,9 +44,6 @@ from torchtitan_ext.storage.raw_tensor import DTYPES
 
 Verify = Literal["auto", "all", "none"]
 
-# Values and temporary targets that planners make for a load are freed after so many bytes.
-BATCH_BYTES = 256 << 20
-
 
 @dataclass(frozen=True)
 class MetadataMark:
@@ -354,8 +351,6 @@ class FileReader(StorageReader):
             batch = ReadBatch(planner, self, count, lambda: bucket_bytes_of(total()))
             for item, record in records:
                 batch.add(item, record)
-                if batch.num_bytes >= BATCH_BYTES:
-                    batch.read()
             batch.finish()
 
     def _foreseen_blocks(self, items: Sequence[ReadItem]) -> bytes:

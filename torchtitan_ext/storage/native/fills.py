@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from torchtitan_ext import _core
+from torchtitan_ext import _core, ops
 from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError
 from torchtitan_ext.layout.dtensor import is_plain_memory, is_wrapper, may_overlap_itself
 from torchtitan_ext.state.host_copies import BUCKET_BYTES, aligned, row_major_boxes, takes_operators
@@ -19,11 +19,8 @@ from torchtitan_ext.storage.native.device_buckets import IncomingBuckets
 from torchtitan_ext.storage.progress import OnBytes
 from torchtitan_ext.storage.raw_tensor import converted
 
-# Elements that are not read into place pass through a buffer of this size; a larger one would leave the caches.
+# Elements that are not read into place pass through a buffer of this size: with casts 4 and 32 MiB were slower.
 BUFFER_BYTES = 8 << 20
-
-# Elements and scales of a part have room in a bucket of this size, whatever their alignment.
-_MIN_BUCKET_BYTES = 1 << 10
 
 # Files that are read together: a process may have 1,024 open.
 _MAX_OPEN_FILES = 128
@@ -130,21 +127,38 @@ class OpenFiles:
 
 
 ReadInto = Callable[[Sequence[int], torch.Tensor], object]
-"""Adds the reads of the box at some offsets, of the sizes of a CPU tensor, which they fill."""
+"""Adds the reads of a part of a box: its offsets in the box, and the CPU tensor that these reads fill."""
 
 
 class Elements(NamedTuple):
     """The saved elements of a box.
 
     Attributes:
-        dtypes: Which they have in turn: as they are saved first, cast to each of the others.
-        read_into: Its offsets are in the box.
-        scales: By what they are multiplied, after a cast of both to float32: dtype, and how they are read.
+        dtypes: The dtypes that they have in turn: the saved one, then each to which they are cast.
+        read_into: How they are read.
+        scales: The dtype of what they are multiplied by, in float32, and how that is read.
     """
 
     dtypes: Sequence[torch.dtype]
     read_into: ReadInto
     scales: tuple[torch.dtype, ReadInto] | None = None
+
+
+def copy_values(fqn: str, target: torch.Tensor, values: torch.Tensor) -> None:
+    """Copies values into a target.
+
+    Raises:
+        CheckpointReadError: One of both is of a subclass, whose ``copy_`` fails.
+    """
+    if not is_wrapper(target) and not is_wrapper(values):
+        target.copy_(values)
+        return
+    try:
+        target.copy_(values)
+    except Exception as error:  # whatever the subclass raises
+        kinds = f"a {type(values).__name__} was saved, the target is a {type(target).__name__}"
+        reason = f"{kinds}, and copy_ fails ({type(error).__name__}: {error}); load into a target of the saved kind"
+        raise CheckpointReadError(fqn, reason) from error
 
 
 class Fills:
@@ -166,12 +180,12 @@ class Fills:
         *,
         on_bytes: OnBytes = lambda _: None,
         bucket_bytes: Callable[[], int] = lambda: BUCKET_BYTES,
-        copy: Callable[[str, torch.Tensor, torch.Tensor], object] | None = None,
+        copy: Callable[[str, torch.Tensor, torch.Tensor], object] = copy_values,
     ) -> None:
         self._files = files
         self._on_bytes = on_bytes
         self._bucket_bytes = bucket_bytes
-        self._copy = copy or copy_values
+        self._copy = copy
         self._buckets: IncomingBuckets | None = None
         self._buffer: torch.Tensor | None = None
         self._used = 0
@@ -189,15 +203,17 @@ class Fills:
             self._written.append(target)
             self.num_bytes += target.nbytes
             return
-        by_bucket = _goes_by_bucket(target)
-        for inside, part in self._parts_of(target, elements, by_bucket=by_bucket):
-            place, scales = (self._bucket_places if by_bucket else self._places)(part, elements)
+        buckets = self._buckets_of(target)
+        for inside, part in _parts_of(target, elements, BUFFER_BYTES if buckets is None else buckets.bucket_bytes):
+            place, scales = (
+                self._places(part, elements) if buckets is None else self._places_in(buckets, part, elements)
+            )
             elements.read_into(inside, place)
             self.num_bytes += place.nbytes
             if elements.scales is not None and scales is not None:
                 elements.scales[1](inside, scales)
                 self.num_bytes += scales.nbytes
-            if not by_bucket:
+            if buckets is None:
                 self._copies.append((fqn, part, place, scales, elements.dtypes[1:]))
 
     def read(self) -> None:
@@ -223,7 +239,7 @@ class Fills:
 
     @contextmanager
     def forgotten_on_error(self) -> Iterator[None]:
-        """For who goes on after an error: the next call must not fill what was added before it."""
+        """For a caller that goes on after an error: its next call must not fill what was added before the error."""
         try:
             with self._files.forgotten_on_error():
                 yield
@@ -236,16 +252,12 @@ class Fills:
         if self._buckets is not None:
             self._buckets.finish()
 
-    def _parts_of(
-        self, target: torch.Tensor, elements: Elements, *, by_bucket: bool
-    ) -> Iterable[tuple[tuple[int, ...], torch.Tensor]]:
-        # torch refuses to fill elements that share memory, if it sees all of them.
-        if is_wrapper(target) or may_overlap_itself(target):
-            return [((0,) * target.dim(), target)]
-        if by_bucket:
-            self._buckets = self._buckets or IncomingBuckets(max(_MIN_BUCKET_BYTES, self._bucket_bytes()))
-        num_bytes = self._buckets.bucket_bytes if by_bucket and self._buckets is not None else BUFFER_BYTES
-        return row_major_boxes(target, max(1, num_bytes // _item_bytes(elements)))
+    def _buckets_of(self, target: torch.Tensor) -> IncomingBuckets | None:
+        """The buckets by which a target is filled: memory of an accelerator that takes our operators."""
+        if target.is_cpu or target.is_inference() or not is_plain_memory(target) or not takes_operators(target.device):
+            return None
+        self._buckets = self._buckets or IncomingBuckets(self._bucket_bytes())
+        return self._buckets
 
     def _places(self, part: torch.Tensor, elements: Elements) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self._used > 0 and self._used + part.numel() * _item_bytes(elements) > BUFFER_BYTES:
@@ -263,13 +275,14 @@ class Fills:
             self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cpu")
         return self._buffer[begin : begin + num_bytes].view(dtype).view(sizes)
 
-    def _bucket_places(self, part: torch.Tensor, elements: Elements) -> tuple[torch.Tensor, torch.Tensor | None]:
-        assert self._buckets is not None
+    def _places_in(
+        self, buckets: IncomingBuckets, part: torch.Tensor, elements: Elements
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         scale_dtype = None if elements.scales is None else elements.scales[0]
-        places = self._buckets.place(part, elements.dtypes, scale_dtype)
+        places = buckets.place(part, elements.dtypes, scale_dtype)
         if places is None:
             self.read()
-            places = self._buckets.place(part, elements.dtypes, scale_dtype)
+            places = buckets.place(part, elements.dtypes, scale_dtype)
         assert places is not None, "an empty bucket has no room for a part, please report"
         return places
 
@@ -287,31 +300,17 @@ def is_plain_target(target: torch.Tensor, dtype: torch.dtype) -> bool:
     return target.is_cpu and target.dtype == dtype and is_plain_memory(target)
 
 
-def copy_values(fqn: str, target: torch.Tensor, values: torch.Tensor) -> None:
-    """Copies values into a target.
-
-    Raises:
-        CheckpointReadError: One of both is of a subclass, whose ``copy_`` fails.
-    """
-    if not is_wrapper(target) and not is_wrapper(values):
-        target.copy_(values)
-        return
-    try:
-        target.copy_(values)
-    except Exception as error:  # whatever the subclass raises
-        kinds = f"a {type(values).__name__} was saved, the target is a {type(target).__name__}"
-        reason = f"{kinds}, and copy_ fails ({type(error).__name__}: {error}); load into a target of the saved kind"
-        raise CheckpointReadError(fqn, reason) from error
-
-
-def _goes_by_bucket(target: torch.Tensor) -> bool:
-    """Whether a target is memory of an accelerator that takes our operators."""
-    return (
-        not target.is_cpu and not target.is_inference() and is_plain_memory(target) and takes_operators(target.device)
-    )
+def _parts_of(target: torch.Tensor, elements: Elements, room: int) -> Iterable[tuple[tuple[int, ...], torch.Tensor]]:
+    """Cuts a target into boxes (offsets, view) whose elements and scales take at most ``room`` bytes, aligned."""
+    # torch refuses to fill elements that share memory, if it sees all of them.
+    if is_wrapper(target) or may_overlap_itself(target):
+        return [((0,) * target.dim(), target)]
+    if elements.scales is not None:
+        room -= 2 * ops.DEFAULT_ALIGNMENT
+    return row_major_boxes(target, max(1, room // _item_bytes(elements)))
 
 
 def _item_bytes(elements: Elements) -> int:
-    """The memory that an element takes on its way, with its scale and room for alignment."""
+    """The memory that an element takes on its way, with its scale."""
     item_bytes = max(dtype.itemsize for dtype in elements.dtypes)
-    return item_bytes if elements.scales is None else item_bytes + elements.scales[0].itemsize + 8
+    return item_bytes if elements.scales is None else item_bytes + elements.scales[0].itemsize

@@ -17,15 +17,20 @@ from torchtitan_ext.storage.native.fills import Elements, Fills, OpenFiles, Reco
 from torchtitan_ext.storage.progress import OnBytes
 from torchtitan_ext.storage.raw_tensor import DTYPES
 
+# Values and temporary targets that planners make for a load are freed after so many bytes.
+BATCH_BYTES = 256 << 20
+
 
 class ReadBatch:
-    """Items that are read together and given to the planner in stock's order: ``add`` items, then ``read``. At last
-    ``finish``.
+    """Items that are read together and given to the planner in stock's order: ``add`` items, at last ``finish``.
 
     Args:
         files: Reads the files of the checkpoint.
         on_bytes: Called with each number of bytes that were read.
         bucket_bytes: Called once if there are targets of an accelerator, for the size of their buckets.
+
+    Attributes:
+        files: To which ``Elements`` add their reads.
     """
 
     def __init__(
@@ -39,11 +44,6 @@ class ReadBatch:
         self._value_bytes = 0
         self._on_bytes = on_bytes
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes that ``read`` will read."""
-        return self._fills.num_bytes + self._value_bytes
-
     def add(self, item: ReadItem, record: Record) -> None:
         """Adds an item, and where it lies."""
         if item.type != LoadItemType.BYTE_IO and record.tensor is not None:
@@ -54,19 +54,30 @@ class ReadBatch:
         content = self.files.add_bytes(record.file, record.offset, record.num_bytes)
         self._values.append((item, content, target))
         self._value_bytes += record.num_bytes
+        self._read_if_full()
 
     def add_box(self, item: ReadItem, elements: Elements) -> None:
         """Adds an item of a tensor, and the elements that its target gets."""
         target = self._target(item)
         self._fills.add(item.dest_index.fqn, target, elements)
         self._targets.append((item, target))
+        self._read_if_full()
 
-    def read(self) -> None:
-        """Reads all added items, and gives them to the planner.
+    def finish(self) -> None:
+        """Reads what is left, and waits until all targets are filled.
 
         Raises:
-            CheckpointReadError: A record of a subclass does not fit its target.
+            CheckpointReadError: (also of ``add``) A record of a subclass does not fit its target.
         """
+        self._read()
+        self._fills.finish()
+
+    def _read_if_full(self) -> None:
+        if self._fills.num_bytes + self._value_bytes >= BATCH_BYTES:
+            self._read()
+
+    def _read(self) -> None:
+        """Reads all added items, and gives them to the planner."""
         self._fills.read()
         self._on_bytes(self._value_bytes)
         for item, content, target in self._values:
@@ -80,11 +91,6 @@ class ReadBatch:
         for item, tensor in self._targets:
             self._planner.commit_tensor(item, tensor)
         self._targets, self._values, self._value_bytes = [], [], 0
-
-    def finish(self) -> None:
-        """Reads what is left, and waits until all targets are filled."""
-        self.read()
-        self._fills.finish()
 
     def _target(self, item: ReadItem) -> torch.Tensor:
         target = self._planner.resolve_tensor(item).detach()
