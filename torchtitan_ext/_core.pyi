@@ -601,7 +601,9 @@ class FileKind:
 def foresee_file(kinds: Sequence[FileKind], fqns: Sequence[str], kind_of: Sequence[int], block_bytes: int) -> RankFile:
     """The rank file that a writer would make of records with these keys and kinds, in this order. Writes nothing."""
 
-def digest(bytes: bytes, /) -> int: ...
+def digest(bytes: bytes | npt.NDArray[np.uint8], /) -> int:
+    """XXH3, 64 bits, of contiguous memory."""
+
 def exchange_paths(first: bytes, second: bytes, /) -> None:
     """Two paths of one file system change places at once; an OSError where the file system cannot."""
 

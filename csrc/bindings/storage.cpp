@@ -560,10 +560,11 @@ void define_storage(py::module_& module) {
       [](const std::vector<FileKind>& kinds, const std::vector<std::string>& fqns, const std::vector<uint32_t>& kind_of,
          uint32_t block_bytes) { return foresee_file(kinds, fqns, kind_of, block_bytes); },
       py::arg("kinds"), py::arg("fqns"), py::arg("kind_of"), py::arg("block_bytes"));
-  module.def("digest", [](const py::bytes& bytes) {
-    const std::string_view view(bytes);
-    py::gil_scoped_release release;
-    return digest_of(view);
+  module.def("digest", [](const py::buffer& bytes) {
+    const py::buffer_info memory = bytes.request();
+    TTE_CHECK(PyBuffer_IsContiguous(memory.view(), 'C'), "digest", "got memory with gaps, expected one piece");
+    const py::gil_scoped_release release;
+    return digest_of({static_cast<const char*>(memory.ptr), static_cast<size_t>(memory.size * memory.itemsize)});
   });
   module.def("encode_index", &encode_index_py, py::arg("save_id"), py::arg("metadata_bytes"),
              py::arg("metadata_digest"), py::arg("notes"), py::arg("files"), py::arg("tables") = py::bytes(),

@@ -15,6 +15,7 @@ process group on the first `world_size` of them, runs one module-level function 
 A function that wants several worlds' worth of cases should loop over them inside: that is cheaper still.
 """
 
+import faulthandler
 import functools
 import gc
 import multiprocessing
@@ -187,7 +188,7 @@ class WorldPool:
                 break
             for connection in ready:
                 rank = pending.pop(connection)
-                answer = receive(connection)
+                answer = receive(*self._workers[rank])
                 if answer[0] == "result":
                     results[rank] = answer[1]
                 elif failure is None or (is_echo(failure[1]) and not is_echo(answer[1])):
@@ -211,15 +212,17 @@ def is_echo(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "onnection" in str(error) and "peer" in str(error)
 
 
-def receive(connection: Connection) -> tuple[Any, ...]:
+def receive(process: Any, connection: Connection) -> tuple[Any, ...]:
     try:
         return pickle.loads(connection.recv_bytes())
     except EOFError:
-        return ("error", RuntimeError("the worker process died"), "")
+        process.join(timeout=GRACE_SECONDS)
+        return ("error", RuntimeError(f"the worker process died (exit code {process.exitcode})"), "")
 
 
 def serve(connection: Connection, parent_pid: int, set_up: Callable[[], None] | None = None) -> None:
     """The main loop of a worker."""
+    faulthandler.enable()
     torch.set_num_threads(1)
     # DCP's process executor asks for MASTER_ADDR, else it looks up the name of the machine.
     os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo", TORCH_CPP_LOG_LEVEL="ERROR")

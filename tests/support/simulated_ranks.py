@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from reference import Step, dtensor_steps, index_tensor, shard_steps
@@ -17,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 import torchtitan_ext as tte
+from torchtitan_ext.checkpoint.planners import save_planner
+from torchtitan_ext.ranks.exchange import scope_ranks
 
 
 @dataclass
@@ -107,8 +110,10 @@ def save(
     group = range(len(states)) if group is None else group
     planners = [make() for _ in states]
     plans = []
+    # Unless the test says how large the world is.
+    ranks = mock.Mock(return_value=list(group)) if save_planner.scope_ranks is scope_ranks else save_planner.scope_ranks
     for rank, (planner, state) in enumerate(zip(planners, states, strict=True)):
-        with processes.on(group[rank]):
+        with processes.on(group[rank]), mock.patch.object(save_planner, "scope_ranks", ranks):
             planner.set_up_planner(state, is_coordinator=rank == 0)
             plan = planner.create_local_plan()
         plans.append(sent(plan if storage_data is None else replace(plan, storage_data=storage_data)))

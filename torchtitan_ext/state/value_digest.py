@@ -38,20 +38,27 @@ def digest_tensor(tensor: torch.Tensor) -> bytes:
     local = local_tensor(tensor)
     if is_wrapper(local):
         return hash_parts(qualified_name(type(local)), *(digest_tensor(part) for part in parts_of(local).values()))
-    hasher = hashlib.blake2b(f"{local.dtype}{tuple(local.shape)}".encode(), digest_size=_DIGEST_BYTES)
+    hasher = hashlib.blake2b(_kind_of(local), digest_size=_DIGEST_BYTES)
     if local.numel() > 0:
         hasher.update(as_bytes(local.cpu()).numpy().data)
     return hasher.digest()
 
 
+def _kind_of(tensor: torch.Tensor) -> bytes:
+    return f"{tensor.dtype}{tuple(tensor.shape)}".encode()
+
+
 def brief_tensor(tensor: torch.Tensor) -> bytes:
     """Bytes that stand for a tensor where replicas are compared: the bits of a single element, which ``shown`` shows,
-    or the digest of a larger tensor or of an element of 16 bytes.
+    or a digest of a larger tensor or of an element of 16 bytes.
     """
     local = local_tensor(tensor)
-    if local.numel() != 1 or is_wrapper(local) or local.dtype.itemsize >= _DIGEST_BYTES - 1:
+    if is_wrapper(local) or local.numel() == 0:
         return digest_tensor(tensor)
-    return b"t" + as_bytes(local.cpu()).numpy().tobytes()
+    memory = as_bytes(local.cpu()).numpy()
+    if local.numel() == 1 and local.dtype.itemsize < _DIGEST_BYTES - 1:
+        return b"t" + memory.tobytes()
+    return hash_parts(_kind_of(local), _core.digest(memory).to_bytes(8, "little"))
 
 
 def brief_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:

@@ -144,13 +144,18 @@ def check_transforms(rank: int, world_size: int, device: str, path: Path) -> Non
         there = on_device(targets, device)
         with buckets_of(bucket_bytes, 0.002):
             tte.load(there, path, transform=transform, no_dist=True)
-        assert differences(on_host(there), wanted) == []
+        assert differences(of_equal_nans(on_host(there)), of_equal_nans(wanted)) == []
     # The smallest bucket has room for an element and its scale.
     save({"w0": torch.ones(1, 1).to(torch.float8_e4m3fn), "s0": torch.full((1, 1), 3.0)}, FileWriter(path / "one"))
     one = {"w0": torch.zeros(1, 1, dtype=torch.bfloat16, device=device)}
     one_rule = transforms.Transform([transforms.Rule(["w*", "s*"], "w*", quantised)])
     tte.load(one, path / "one", transform=one_rule, no_dist=True)
     assert one["w0"].item() == 3
+
+
+def of_equal_nans(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Which bits a NaN gets by a cast or a product, each device decides for itself."""
+    return {key: value.masked_fill(value.isnan(), torch.nan) for key, value in state.items()}
 
 
 def test_tied_targets(run_on_accelerator: Callable[..., Any], tmp_path: Path) -> None:

@@ -247,8 +247,10 @@ def digest_values(
 
     No rank knows alone whether a tensor on a mesh that is smaller than the world is on other meshes too: FSDP2 over TP
     holds norms so, which the TP plan leaves out. Such tensors are always read, whatever their size; other replicas of
-    more than ``SMALL_TENSOR_BYTES`` only with ``hash_replicas``.
+    more than ``SMALL_TENSOR_BYTES`` only with ``hash_replicas``. One rank alone has nothing to compare.
     """
+    if world_size == 1:
+        return {}
     digests: dict[str, bytes] = {}
     small: dict[str, torch.Tensor] = {}
     large: dict[str, torch.Tensor] = {}
