@@ -66,8 +66,8 @@ INNER_ROWS = {
     "elastic": [{"own_share"}, {"data", "schedule", "rng", "train_state"}, {""}],
     "offline": [
         {"amounts", "sources", "workers", "placement_rules"},
-        {"boxes"},
-        {"selection"},
+        {"boxes", "mapped_files"},
+        {"selection", "torch_boxes"},
         {"compare", "dry_run", "rewrite"},
         {""},
     ],

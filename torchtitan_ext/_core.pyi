@@ -124,6 +124,20 @@ class MetadataColumns:
     def key(self, number: int, /) -> TensorKey | None:
         """``None`` for a value that is no tensor."""
     def chunk_list(self, number: int, /) -> list[tuple[_Sizes, _Sizes]]: ...
+    def chunk_index(self, number: int, /) -> ChunkIndex:
+        """The same chunk list, sorted."""
+    def add_chunk_list(self, boxes: Sequence[_Box]) -> int:
+        """Its number; equal lists have one."""
+    def add_tensor(
+        self, fqn: str, dtype: str, sizes: Sequence[int], chunk_list: int, like: TensorKey | None = None
+    ) -> None:
+        """Adds a key.
+
+        Args:
+            like: Of any metadata: whose properties, but for dtype and strides, the tensor gets; by default those of a
+                plain tensor.
+        """
+    def add_value(self, fqn: str) -> None: ...
     def describe_keys(self) -> list[KeySummary]: ...
     def describe_chunks(self, fqn: str) -> list[ChunkSummary]:
         """The chunks of a tensor, or the one place of a value."""
@@ -743,6 +757,9 @@ class ChunkIndex:
     """A list of saved chunks, sorted once."""
 
     def __init__(self, chunks: list[Any]) -> None: ...
+    @staticmethod
+    def of_boxes(boxes: Sequence[_Box]) -> ChunkIndex: ...
+    def __len__(self) -> int: ...
     def to_bytes(self) -> bytes: ...
     def box(self, chunk: int) -> _HeldBox: ...
     def boxes(self) -> tuple[_HeldBox, ...]: ...
@@ -1252,3 +1269,9 @@ class SumTable:
 
 def add_sums(*sums: int) -> int:
     """Modulo 2^64."""
+
+def sum_box(
+    address: int, item_bytes: int, offsets: Sequence[int], sizes: Sequence[int], global_sizes: Sequence[int]
+) -> int:
+    """The sum that ``ops.fingerprint_shard`` gives for a box of a tensor, whose elements lie row by row at an address
+    of the host. In the calling thread."""

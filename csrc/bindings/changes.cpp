@@ -16,6 +16,7 @@
 #include "bindings/convert.h"
 #include "core/position_blocks.h"
 #include "core/sums.h"
+#include "storage/box_sum.h"
 
 namespace torchtitan_ext::bindings {
 
@@ -91,6 +92,13 @@ void register_sums(py::module_& module) {
     for (const py::handle sum : sums) total += to_sum(sum);
     return total;
   });
+  module.def(
+      "sum_box",
+      [](uintptr_t address, int64_t item_bytes, const Sizes& offsets, const Sizes& sizes, const Sizes& global_sizes) {
+        return storage::sum_box(address, item_bytes, offsets, sizes, global_sizes);
+      },
+      py::arg("address"), py::arg("item_bytes"), py::arg("offsets"), py::arg("sizes"), py::arg("global_sizes"),
+      py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace

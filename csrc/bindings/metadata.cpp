@@ -13,6 +13,7 @@
 
 #include "bindings/convert.h"
 #include "bindings/plain_values.h"
+#include "core/boxes.h"
 #include "core/check.h"
 #include "core/metadata_pickle.h"
 #include "core/metadata_summary.h"
@@ -159,6 +160,29 @@ std::unique_ptr<MetadataColumns> columns_of(const py::object& entries, const py:
   return columns;
 }
 
+uint32_t add_boxes(MetadataColumns& columns, const std::vector<BoxTuple>& boxes) {
+  std::vector<SavedChunk> chunks;
+  for (const auto& [offsets, sizes] : boxes) chunks.push_back({columns.sizes.add(offsets), columns.sizes.add(sizes)});
+  return columns.add_chunk_list(chunks);
+}
+
+void add_tensor(MetadataColumns& columns, const py::str& fqn, const std::string& dtype, const Sizes& sizes,
+                uint32_t chunk_list, const std::optional<TensorKey>& like) {
+  if (chunk_list >= columns.chunk_lists().size()) throw py::index_error("there is no such chunk list");
+  SavedKey key{.fqn = add_name(columns, fqn),
+               .is_tensor = true,
+               .sizes = columns.sizes.add(sizes),
+               .dtype = columns.names.add(dtype),
+               .layout = like ? add_name(columns, like->layout) : columns.names.add("torch.strided"),
+               .chunk_list = chunk_list};
+  if (like) {
+    key.memory_format = like->memory_format;
+    key.requires_grad = like->requires_grad;
+    key.pin_memory = like->pin_memory;
+  }
+  columns.add_key(key);
+}
+
 void add_records(MetadataColumns& columns, const storage::SavedFile& file) {
   const size_t num_names = columns.names.size();
   {
@@ -196,6 +220,16 @@ py::list chunk_list_at(const MetadataColumns& columns, size_t number) {
     chunks.append(py::make_tuple(to_tuple(columns.sizes[chunk.offsets]), to_tuple(columns.sizes[chunk.sizes])));
   }
   return chunks;
+}
+
+ChunkIndex chunk_index_at(const MetadataColumns& columns, size_t number) {
+  if (number >= columns.chunk_lists().size()) throw py::index_error("there is no such chunk list");
+  std::vector<Chunk> chunks;
+  for (const SavedChunk& chunk : columns.chunk_lists()[number]) {
+    const std::span<const int64_t> offsets = columns.sizes[chunk.offsets], sizes = columns.sizes[chunk.sizes];
+    chunks.push_back({{offsets.begin(), offsets.end()}, {sizes.begin(), sizes.end()}, {}});
+  }
+  return ChunkIndex(std::move(chunks));
 }
 
 py::object to_offsets(const MetadataColumns& columns, uint32_t offsets) {
@@ -478,6 +512,12 @@ void define_metadata(py::module_& module) {
   py::class_<MetadataColumns>(module, "MetadataColumns")
       .def(py::init<>())
       .def("add_records", &add_records, py::arg("file"))
+      .def("add_chunk_list", &add_boxes, py::arg("boxes"))
+      .def("add_tensor", &add_tensor, py::arg("fqn"), py::arg("dtype"), py::arg("sizes"), py::arg("chunk_list"),
+           py::arg("like") = py::none())
+      .def(
+          "add_value", [](MetadataColumns& self, const py::str& fqn) { self.add_key({.fqn = add_name(self, fqn)}); },
+          py::arg("fqn"))
       .def_property_readonly("num_keys", [](const MetadataColumns& self) { return self.keys().size(); })
       .def_property_readonly("num_parts", [](const MetadataColumns& self) { return self.parts().size(); })
       .def("names_of_keys", &names_of_keys)
@@ -485,6 +525,7 @@ void define_metadata(py::module_& module) {
            [](const MetadataColumns& self, const py::str& fqn) { return found(self.find_key(to_utf8(fqn))); })
       .def("key", &key_at)
       .def("chunk_list", &chunk_list_at)
+      .def("chunk_index", &chunk_index_at)
       .def("describe_keys", &describe_keys)
       .def("describe_chunks", &describe_chunks, py::arg("fqn"))
       .def("describe_files", &describe_files)

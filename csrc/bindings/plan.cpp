@@ -365,6 +365,9 @@ void define_boxes(py::module_& module) {
       .def_property_readonly("sizes", [](const PlacedOverlap& part) { return to_tuple(part.sizes); });
   py::class_<ChunkIndex>(module, "ChunkIndex", "Saved chunks, sorted once; see csrc/core/boxes.h.")
       .def(py::init(&index_chunks), py::arg("chunks"))
+      .def_static(
+          "of_boxes", [](const std::vector<BoxTuple>& boxes) { return ChunkIndex(to_chunks(boxes)); }, py::arg("boxes"))
+      .def("__len__", [](const ChunkIndex& index) { return index.chunks().size(); })
       .def("to_bytes", &index_bytes)
       .def("box", [](const ChunkIndex& index, size_t chunk) { return to_box(index.chunks().at(chunk)); })
       .def("boxes", [](const ChunkIndex& index) { return to_boxes(index.chunks()); })

@@ -197,7 +197,7 @@ def test_other_tensors_are_refused(tmp_path: Path, chain: list[Path]) -> None:
     refused(ReshardError, "w: is float32 in the changes, bfloat16 in the state", half, chain[0])
     none = save_as("ours", tmp_path / "none", {"v": torch.zeros(10)})
     refused(MissingStateError, "w: has changed, and the checkpoint has no such tensor", none, chain[0])
-    refused(WrongValueError, "which are for tensors as they are", tmp_path / "step-0", chain[0], dtype=torch.bfloat16)
+    refused(WrongValueError, "which are for tensors as they are", tmp_path / "step-0", chain[0], dtype="bfloat16")
     resharded(tmp_path / "step-0", tmp_path / "b alone", chain[0], selection=Selection(("b",)))
 
 

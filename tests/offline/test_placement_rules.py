@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torchtitan_ext.checkpoint.planners.saved_chunks import SavedChunks
+from torchtitan_ext.checkpoint.planners.saved_chunks import SavedChunks, state_of
 from torchtitan_ext.checkpoint.tables.component import WORLD_KEY
 from torchtitan_ext.errors import LayoutError
 from torchtitan_ext.layout.layout import local_shards
@@ -36,7 +36,7 @@ def metadata_of(tensors: Mapping[str, tuple[tuple[int, ...], Any]], mesh: Mappin
 
 
 def placed(metadata: Metadata, mesh: Mapping[str, int], rules: Any = None) -> dict[str, Any]:
-    found = PlacementRules(mesh, rules, metadata=metadata)
+    found = PlacementRules(mesh, rules, saved=state_of(metadata))
     chunks = SavedChunks()
     return {fqn: found.place(fqn, entry.size, chunks.of(entry)) for fqn, entry in metadata.state_dict_metadata.items()}
 

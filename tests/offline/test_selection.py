@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import save_as
-from torch.distributed.checkpoint.metadata import Metadata
 
 import torchtitan_ext as tte
 from torchtitan_ext.offline.compare.diff import DiffReport, diff
@@ -15,6 +14,7 @@ from torchtitan_ext.offline.rewrite.reshard import reshard
 from torchtitan_ext.offline.selection import SelectedKeys, Selection
 from torchtitan_ext.offline.sources import open_source
 from torchtitan_ext.storage import FileReader
+from torchtitan_ext.storage.metadata.saved_state import SavedState
 
 STATE = {"model": {"layers": [{"w": torch.ones(2)}, {"w": torch.ones(3)}], "norm": torch.ones(4)}, "step": 7}
 
@@ -42,7 +42,7 @@ def test_globs_choose_the_same_keys_of_a_checkpoint_without_the_prefix(tmp_path:
 
 def test_a_cast_leaves_room_for_both_dtypes(tmp_path: Path) -> None:
     source = open_source(save_as("ours", tmp_path / "a", {"w": torch.ones(2), "step": torch.tensor(1)}))
-    kept, cast = (SelectedKeys(source, Selection(), dtype) for dtype in (None, torch.float64))
+    kept, cast = (SelectedKeys(source, Selection(), dtype) for dtype in (None, "float64"))
     shares = [keys.divide(20 << 20, 1) for keys in (kept, cast)]
     assert shares[1].part_bytes * (1 + 4 / 8) <= 20 << 20
     assert shares[1].part_bytes < shares[0].part_bytes
@@ -82,11 +82,11 @@ def test_nesting_is_kept_below_a_prefix_and_with_gaps_in_lists(tmp_path: Path) -
 def test_odd_paths_of_metadata_are_not_followed(tmp_path: Path, paths: dict[str, Any], prefix: str) -> None:
     state = {f"m.{key}" if prefix else key: torch.full((2,), float(number)) for number, key in enumerate(paths)}
     source = open_source(save_as("ours", tmp_path / "a", state))
-    metadata: Metadata = source.metadata
-    metadata.planner_data = {
+    planner_data = {
         f"m.{key}" if prefix else key: ("m", *path) if prefix and isinstance(path, tuple) else path
         for key, path in paths.items()
     }
+    source.state = SavedState(source.state.entries, planner_data)
     selection = Selection(prefix=prefix)
     convert(source, tmp_path / "b", to="torch", selection=selection, num_processes=1)
     loaded = torch.load(tmp_path / "b")
@@ -100,7 +100,7 @@ def test_odd_paths_of_metadata_are_not_followed(tmp_path: Path, paths: dict[str,
 @pytest.mark.parametrize("planner_data", [None, 3, [("a",)], {1: ("a", "b")}], ids=str)
 def test_metadata_that_says_nothing_of_paths(tmp_path: Path, planner_data: Any) -> None:
     source = open_source(save_as("ours", tmp_path / "a", {"a": {"b": torch.ones(2)}}))
-    source.metadata.planner_data = planner_data
+    source.state = SavedState(source.state.entries, planner_data)
     convert(source, tmp_path / "b", to="torch", num_processes=1)
     assert torch.load(tmp_path / "b").keys() == {"a.b"}
 

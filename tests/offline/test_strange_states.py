@@ -102,7 +102,7 @@ def test_every_format_gives_what_torch_has(tmp_path: Path, seed: int) -> None:
     paths += [save_as(kind, tmp_path / kind.partition(" ")[0], truth) for kind in ("safetensors", "safetensors file")]
     for path in paths:
         source = open_source(path)
-        wanted = {key: truth[key] for key in source.metadata.state_dict_metadata}
+        wanted = {key: truth[key] for key in source.state.entries}
         assert len(wanted) >= len(truth) - 1
         for to in ("torch", "safetensors", "dcp"):
             target = tmp_path / f"{path.name}-{to}"

@@ -259,7 +259,7 @@ def test_what_a_proof_needs(tmp_path: Path) -> None:
 
 def test_small_buffers_and_few_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Turned, cast and scaled at once, from many files: a full buffer is read in the midst of a box."""
-    monkeypatch.setattr("torchtitan_ext.storage.native.fills._MAX_OPEN_FILES", 1)
+    monkeypatch.setattr("torchtitan_ext.storage.native.open_files._MAX_OPEN_FILES", 1)
     generator = torch.Generator().manual_seed(3)
     saved, wanted, rules = {}, {}, []
     for number in range(6):

@@ -13,29 +13,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchtitan_ext.checkpoint.rules import policy as policy
+    from torchtitan_ext.offline import mapped_files as mapped_files
     from torchtitan_ext.offline import placement_rules as placement_rules
     from torchtitan_ext.offline import selection as selection
     from torchtitan_ext.offline import sources as sources
     from torchtitan_ext.offline.compare import delta_file as delta_file
     from torchtitan_ext.offline.compare import diff as diff
     from torchtitan_ext.offline.compare import fingerprints as fingerprints
+    from torchtitan_ext.offline.compare import measure as measure
     from torchtitan_ext.offline.dry_run import run as run
     from torchtitan_ext.offline.rewrite import convert as convert
     from torchtitan_ext.offline.rewrite import reshard as reshard
-    from torchtitan_ext.storage import raw_tensor as raw_tensor
     from torchtitan_ext.transforms import rules as rules
 _MODULES = (
     "checkpoint.rules.policy",
+    "offline.mapped_files",
     "offline.placement_rules",
     "offline.selection",
     "offline.sources",
     "offline.compare.delta_file",
     "offline.compare.diff",
     "offline.compare.fingerprints",
+    "offline.compare.measure",
     "offline.dry_run.run",
     "offline.rewrite.convert",
     "offline.rewrite.reshard",
-    "storage.raw_tensor",
     "transforms.rules",
 )
 

@@ -81,7 +81,7 @@ def transformed(source: Any, transform: Path | None) -> Any:
         text = transform.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise typer.BadParameter(printable(f"{transform}: {error}"), param_hint="--transform") from None
-    return lazy.sources.MappedFiles(source, lazy.rules.Transform.from_json(text))
+    return lazy.mapped_files.MappedFiles(source, lazy.rules.Transform.from_json(text))
 
 
 @contextmanager

@@ -111,7 +111,7 @@ def save(
         def write(path: str, begins_of: Mapping[int, Sequence[int]]) -> None:
             staged = Path(path)
             written = [
-                (staged, begin, data)
+                (staged, begin, data.data_ptr(), data.nbytes)
                 for part, begins in begins_of.items()
                 for begin, data in zip(begins, own[part].tensors, strict=True)
             ]

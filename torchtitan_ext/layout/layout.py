@@ -156,6 +156,16 @@ def is_on_part(report: ShardReport, world_size: int) -> bool:
     return report.mesh is not None and len(report.mesh.ranks) < world_size
 
 
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides, in elements, of an array of this shape without gaps."""
+    strides: list[int] = []
+    stride = 1
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= max(size, 1)
+    return tuple(reversed(strides))
+
+
 def row_major_position(index: Sequence[int], shape: Sequence[int]) -> int:
     """How many elements of an array of this shape come before the one at ``index``, in row-major order."""
     position = 0

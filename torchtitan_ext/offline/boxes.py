@@ -1,37 +1,42 @@
-"""Reads boxes of a checkpoint's tensors straight from its files, in pieces that fit into a bounded buffer."""
+"""Reads boxes of a checkpoint's tensors straight from its files, in pieces that fit into a bounded buffer.
+
+Imports torch only for what the native reader cannot read into place.
+"""
 
 from __future__ import annotations
 
-import functools
-import io
+import importlib
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import cached_property
+from operator import mul
+from typing import Any, TypeVar
 
-import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+import numpy as np
+import numpy.typing as npt
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.planners.saved_chunks import SavedChunks
-from torchtitan_ext.checkpoint.rules.casts import is_exact
-from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError, WrongValueError
-from torchtitan_ext.layout.dtensor import local_view
-from torchtitan_ext.layout.layout import Chunk, LocalShard
-from torchtitan_ext.layout.wrapper import dense_values
-from torchtitan_ext.offline.sources import FileSource, MappedFiles, read_record
-from torchtitan_ext.state.host_copies import aligned
-from torchtitan_ext.state.plain_value import read_value
+from torchtitan_ext.errors import DamagedCheckpointError
+from torchtitan_ext.layout.layout import row_major_strides
+from torchtitan_ext.offline.sources import DcpSource, FileSource
 from torchtitan_ext.storage.checkpoint_files import Record
-from torchtitan_ext.storage.native.fills import Elements, Fills, OpenFiles
-from torchtitan_ext.storage.raw_tensor import DTYPES, NAMES
-from torchtitan_ext.transfer.changes import HeldTensor
-from torchtitan_ext.transforms.mapped_reads import mapped_elements
+from torchtitan_ext.storage.element_types import num_bytes_of
+from torchtitan_ext.storage.formats.plain_files import PlainFiles
+from torchtitan_ext.storage.metadata.saved_state import ChunkKey, SavedTensor
+from torchtitan_ext.storage.native.open_files import OpenFiles
+
+Memory = npt.NDArray[np.uint8]
+"""Bytes of the host, one behind the other."""
 
 _Target = TypeVar("_Target")
 
 # One call of the reader takes a batch of small pieces. Larger batches are no faster.
 _MAX_BATCH_PIECES = 4096
+
+# Pieces lie in a buffer at multiples of this, as tensors of any dtype may.
+_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -39,39 +44,29 @@ class Piece:
     """A box of one tensor, in elements; ``dtype`` is what its elements are read as."""
 
     fqn: str
-    dtype: torch.dtype
+    dtype: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @property
     def num_bytes(self) -> int:
-        return torch.Size(self.sizes).numel() * self.dtype.itemsize
+        return num_bytes_of(self.dtype, self.sizes)
 
 
-def chunks_of(tensors: Mapping[str, TensorStorageMetadata]) -> list[Piece]:
+def chunks_of(tensors: Mapping[str, SavedTensor]) -> list[Piece]:
     """The chunks in which tensors were saved; keys are names in the source."""
-    return [
-        Piece(fqn, entry.properties.dtype, tuple(chunk.offsets), tuple(chunk.sizes))
-        for fqn, entry in tensors.items()
-        for chunk in entry.chunks
-    ]
+    return [Piece(fqn, entry.dtype, *box) for fqn, entry in tensors.items() for box in entry.chunks.boxes()]
 
 
-def whole(fqn: str, dtype: torch.dtype, shape: Sequence[int]) -> Piece:
+def whole(fqn: str, entry: SavedTensor) -> Piece:
     """The box that is the whole tensor."""
-    return Piece(fqn, dtype, (0,) * len(shape), tuple(shape))
-
-
-def held_piece(key: str, piece: Piece, shape: Sequence[int]) -> HeldTensor:
-    """A box as the part of a tensor that a rank would hold, under the tensor's new name."""
-    chunk = Chunk(piece.offsets, piece.sizes, (0,) * len(piece.sizes))
-    return HeldTensor(key, LocalShard(piece.sizes, (chunk,)), tuple(shape), None)
+    return Piece(fqn, entry.dtype, (0,) * len(entry.shape), entry.shape)
 
 
 def cut(piece: Piece, max_bytes: int) -> Iterator[Piece]:
     """Cuts a box into pieces of at most ``max_bytes``, in row-major order; an empty box gives no pieces."""
     if 0 not in piece.sizes:
-        for offsets, sizes in _core.BoxParts(piece.offsets, piece.sizes, max_bytes // piece.dtype.itemsize):
+        for offsets, sizes in _core.BoxParts(piece.offsets, piece.sizes, max_bytes // num_bytes_of(piece.dtype, ())):
             yield Piece(piece.fqn, piece.dtype, offsets, sizes)
 
 
@@ -82,7 +77,7 @@ def batched(
     batch: list[tuple[Piece, _Target]] = []
     num_bytes = 0
     for piece, target in pieces:
-        size = aligned(piece.num_bytes)
+        size = _aligned(piece.num_bytes)
         if batch and (num_bytes + size > max_bytes or len(batch) == max_count):
             yield batch
             batch, num_bytes = [], 0
@@ -92,65 +87,53 @@ def batched(
         yield batch
 
 
-def views(buffer: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-    """One tensor per piece, one behind the other in a buffer of bytes."""
+def views(buffer: Memory, pieces: Sequence[Piece]) -> list[Memory]:
+    """The memory of each piece, one behind the other in a buffer."""
     made = []
     begin = 0
     for piece in pieces:
-        made.append(buffer[begin : begin + piece.num_bytes].view(piece.dtype).view(piece.sizes))
-        begin += aligned(piece.num_bytes)
+        num_bytes = piece.num_bytes
+        made.append(buffer[begin : begin + num_bytes])
+        begin += _aligned(num_bytes)
     return made
 
 
-def new_buffer(num_bytes: int) -> torch.Tensor:
+def new_buffer(num_bytes: int) -> Memory:
     """A buffer for ``batched`` and ``views``. Pages that nobody writes to take no memory.
 
     The buffer is mapped, so that the system gets it back at once: an allocator would keep several of them.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    return torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1), flags=flags), dtype=torch.uint8)
+    return np.frombuffer(mmap.mmap(-1, max(num_bytes, 1), flags=flags), dtype=np.uint8)
 
 
 class BoxReader:
     """Reads boxes of a source's tensors, whatever chunks they were saved in. Each thread needs a reader of its own.
 
-    Args:
-        chunks: The chunk lists that another reader of the same source has indexed already.
-
     Attributes:
         files: What reads the files, without the transform of a source.
     """
 
-    def __init__(self, source: FileSource, chunks: SavedChunks | None = None) -> None:
+    def __init__(self, source: FileSource) -> None:
         self.source = source
-        self.files = source.source if isinstance(source, MappedFiles) else source
-        self._chunks = SavedChunks() if chunks is None else chunks
+        self.files = source if isinstance(source, (DcpSource, PlainFiles)) else source.source
         self._open = OpenFiles(self.files)
-        self._fills = Fills(self._open, copy=_cast)
 
-    def another(self) -> BoxReader:
-        """A reader of the same source, for another thread."""
-        return BoxReader(self.source, self._chunks)
-
-    def chunk_list(self, entry: TensorStorageMetadata) -> _core.ChunkIndex:
-        """The chunks in which a tensor of the source was saved."""
-        return self._chunks.of(entry)
-
-    def entry(self, fqn: str) -> TensorStorageMetadata:
-        """The metadata of a tensor.
+    def entry(self, fqn: str) -> SavedTensor:
+        """What the source says of a tensor.
 
         Raises:
             DamagedCheckpointError: The saved chunks do not hold every element once.
         """
         entry = self._entry(fqn)
-        if not self.chunk_list(entry).covers(tuple(entry.size)):
+        if not entry.chunks.covers(entry.shape):
             raise DamagedCheckpointError(
-                f"{self.source.path}: the chunks of {fqn} do not hold every element of its {tuple(entry.size)} once"
+                f"{self.source.path}: the chunks of {fqn} do not hold every element of its {entry.shape} once"
             )
         return entry
 
-    def read(self, pieces: Sequence[Piece], places: Sequence[torch.Tensor]) -> None:
-        """Fills each place, a contiguous tensor on the CPU, with the elements of its piece.
+    def read(self, pieces: Sequence[Piece], places: Sequence[Memory]) -> None:
+        """Fills the memory of each piece with its elements, row by row.
 
         Elements that were saved in another dtype are cast.
 
@@ -159,21 +142,23 @@ class BoxReader:
             WrongValueError: A number is too large for the dtype of its piece.
             OSError: A file cannot be read.
         """
-        with self._fills.forgotten_on_error():
+        with self._forgotten_on_error():
             for piece, place in zip(pieces, places, strict=True):
-                if isinstance(self.source, MappedFiles):
-                    elements = mapped_elements(self.source.mapped, self._open, piece.fqn, piece.offsets)
-                    self._fills.add(piece.fqn, place, elements)
-                else:
+                if self.files is self.source:
                     self._add_parts(piece, place)
-            self._fills.read()
+                else:
+                    self._others.add_mapped(self.source, piece, place)
+            if self._has_others:
+                self._others.read()
+            else:
+                self._open.read()
 
     def read_batches(
         self, pieces: Iterable[tuple[Piece, _Target]], max_bytes: int
-    ) -> Iterator[list[tuple[torch.Tensor, _Target]]]:
+    ) -> Iterator[list[tuple[Memory, _Target]]]:
         """Reads pieces, each with the target it is for, as many at a time as fit into one buffer of ``max_bytes``.
 
-        The tensors of a batch are valid until the next batch is asked for.
+        The memory of a batch is valid until the next batch is asked for.
         """
         buffer = new_buffer(max_bytes)
         for batch in batched(pieces, max_bytes):
@@ -182,50 +167,37 @@ class BoxReader:
             self.read(read, places)
             yield [(place, target) for place, (_, target) in zip(places, batch, strict=True)]
 
-    def _entry(self, fqn: str) -> TensorStorageMetadata:
-        entry = self.source.metadata.state_dict_metadata[fqn]
-        assert isinstance(entry, TensorStorageMetadata), f"{fqn} is no tensor, please report"
+    @cached_property
+    def _others(self) -> Any:
+        """Reads what needs torch: see ``torch_boxes``."""
+        return importlib.import_module("torchtitan_ext.offline.torch_boxes").TorchBoxes(self._open)
+
+    @property
+    def _has_others(self) -> bool:
+        return "_others" in vars(self)
+
+    def _forgotten_on_error(self) -> AbstractContextManager[None]:
+        made: AbstractContextManager[None] = (self._others if self._has_others else self._open).forgotten_on_error()
+        return made
+
+    def _entry(self, fqn: str) -> SavedTensor:
+        entry = self.source.state.entries[fqn]
+        assert entry is not None, f"{fqn} is no tensor, please report"
         return entry
 
-    def _add_parts(self, piece: Piece, place: torch.Tensor) -> None:
-        chunks = self.chunk_list(self._entry(piece.fqn))
+    def _add_parts(self, piece: Piece, place: Memory) -> None:
+        chunks = self._entry(piece.fqn).chunks
         parts = chunks.find_overlaps([(piece.offsets, piece.sizes, ())])
-        indices = [MetadataIndex(piece.fqn, torch.Size(chunks.box(part.saved)[0])) for part in parts]
-        for part, index, record in zip(parts, indices, self.files.find_records(indices), strict=True):
-            target, offsets = local_view(place, part.local_offsets, part.sizes), part.saved_offsets
-            if record.tensor is None:
-                target.copy_(self._box_of_record(index, offsets, target))
+        keys = [ChunkKey(piece.fqn, chunks.box(part.saved)[0]) for part in parts]
+        strides = row_major_strides(piece.sizes)
+        for part, key, record in zip(parts, keys, self.files.find_records(keys), strict=True):
+            stored = record.tensor
+            if stored is None or stored.dtype != piece.dtype:
+                self._others.add(piece, place, part, key, record)
                 continue
-            read_into = functools.partial(self._open.add_part, record.file, record.tensor, offsets)
-            dtype = DTYPES[record.tensor.dtype]  # as ``records_of`` has checked
-            self._fills.add(piece.fqn, target, Elements((dtype,), read_into))
-
-    def _box_of_record(self, index: MetadataIndex, offsets: tuple[int, ...], place: torch.Tensor) -> torch.Tensor:
-        """The box of a record that is no plain memory (a subclass, quantised, sparse), as dense values."""
-        try:
-            value = read_value(io.BytesIO(read_record(self.files, index).numpy().data), weights_only=True)
-        except ValueError as error:
-            raise CheckpointReadError(index.fqn, str(error)) from None
-        return local_view(dense_values(value), offsets, place.shape)
-
-
-def _cast(fqn: str, place: torch.Tensor, values: torch.Tensor) -> None:
-    """``copy`` of ``Fills``: refuses numbers that become infinite."""
-    place.copy_(values)
-    if is_exact(values.dtype, place.dtype):
-        return
-    is_lost = _is_finite(values) & ~_is_finite(place)
-    if is_lost.any():
-        number = values[is_lost][0].item()
-        raise WrongValueError(
-            f"{fqn} has the number {number}, which {place.dtype} cannot hold; leave the tensor out, or "
-            "choose a dtype with larger numbers, such as bfloat16",
-            "dtype",
-        )
-
-
-def _is_finite(values: torch.Tensor) -> torch.Tensor:
-    return (values.float() if values.element_size() == 1 else values).isfinite()
+            first = stored.item_bytes * sum(map(mul, part.local_offsets, strides))
+            address = place.ctypes.data + first
+            self._open.add_box(record.file, stored, part.saved_offsets, part.sizes, address, strides)
 
 
 def records_of(source: FileSource, chunks: Sequence[Piece]) -> list[Record]:
@@ -234,10 +206,13 @@ def records_of(source: FileSource, chunks: Sequence[Piece]) -> list[Record]:
     Raises:
         DamagedCheckpointError: A record has another dtype or shape than the metadata says.
     """
-    records = source.find_records([MetadataIndex(chunk.fqn, torch.Size(chunk.offsets)) for chunk in chunks])
+    records = source.find_records([ChunkKey(chunk.fqn, chunk.offsets) for chunk in chunks])
     for chunk, record in zip(chunks, records, strict=True):
-        dtype = NAMES.get(chunk.dtype, str(chunk.dtype))
-        defect = None if record.tensor is None else record.tensor.shape_defect(dtype, chunk.sizes)
+        defect = None if record.tensor is None else record.tensor.shape_defect(chunk.dtype, chunk.sizes)
         if defect is not None:
             raise DamagedCheckpointError(f"{source.path}: {chunk.fqn} in {record.file} {defect}")
     return records
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

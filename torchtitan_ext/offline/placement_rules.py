@@ -22,10 +22,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.tables.component import World, saved_world
 from torchtitan_ext.errors import Problem, Remedy, WrongValueError, argument_error, check_argument, named, refusal
 from torchtitan_ext.layout.layout import (
     Box,
@@ -38,6 +36,8 @@ from torchtitan_ext.layout.layout import (
     unused_problem,
 )
 from torchtitan_ext.layout.mesh_axes import is_data_parallel, is_fsdp, replicates
+from torchtitan_ext.layout.world import World
+from torchtitan_ext.storage.metadata.saved_state import SavedState
 
 Placements = tuple[tuple[int, int], ...]
 """For each mesh axis the tensor dim, or -1 for replicated, and the split factor: as in ``ShardReport``."""
@@ -79,7 +79,7 @@ class PlacementRules:
         mesh: Size of each axis by name, leftmost first: ``{"dp_shard": 4, "tp": 2}``.
         rules: The dims that axes cut, by canonical fqn or glob, like the ``layouts`` of planners. A rule without
             wildcards comes before a glob, an earlier rule before a later one.
-        metadata: The metadata of the checkpoint that has the tensors.
+        saved: The checkpoint that has the tensors.
         ranks: The ranks of the mesh, row-major; by default from 0 on.
         operation: The call that messages name.
 
@@ -93,7 +93,7 @@ class PlacementRules:
         mesh: Mapping[str, int],
         rules: Mapping[str, DimOf] | None = None,
         *,
-        metadata: Metadata | None = None,
+        saved: SavedState | None = None,
         ranks: Sequence[int] | None = None,
         operation: str = "dry_run",
     ) -> None:
@@ -102,9 +102,9 @@ class PlacementRules:
         self._rules = _checked_rules(operation, rules, mesh)
         sizes = tuple(mesh.values())
         self.mesh = MeshLayout(sizes, tuple(range(num_elements(sizes)) if ranks is None else ranks), tuple(mesh))
-        old = World(0) if metadata is None else saved_world(metadata)
+        old = World(0) if saved is None else saved.world
         self._old = World(old.size, {axis: size for axis, size in old.mesh.items() if size > 1})
-        self._was_cut = _was_cut(metadata, self._old.mesh)
+        self._was_cut = _was_cut(saved, self._old.mesh)
         self._known: dict[tuple[tuple[int, ...], _core.ChunkIndex | None], tuple[DimOf | None, bool]] = {}
         for axis in mesh:
             _check_axis(axis, self._old.mesh, self._rules)
@@ -333,14 +333,13 @@ def _check_axis(axis: str, saved_axes: Mapping[str, int], rules: Mapping[str, Di
         )
 
 
-def _was_cut(metadata: Metadata | None, saved_axes: Mapping[str, int]) -> bool:
+def _was_cut(saved: SavedState | None, saved_axes: Mapping[str, int]) -> bool:
     """Whether FSDP cut the tensors of a save. If it did, whole tensors were no parameters."""
-    if metadata is None:
+    if saved is None:
         return False
     if saved_axes:
         return any(is_fsdp(axis) and size > 1 for axis, size in saved_axes.items())
-    entries = metadata.state_dict_metadata.values()
-    return any(isinstance(one, TensorStorageMetadata) and len(one.chunks) > 1 for one in entries)
+    return any(len(tensor.chunks) > 1 for tensor in saved.tensors.values())
 
 
 def _saved_dims(shape: tuple[int, ...], boxes: Sequence[Box], old: World) -> tuple[DimOf, bool]:

@@ -6,16 +6,13 @@ from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
 from torchtitan_ext.errors import Problem, WrongValueError, refusal
 from torchtitan_ext.errors.near_names import names_hint, refuse_unmatched
 from torchtitan_ext.offline.boxes import BoxReader, chunks_of, records_of
 from torchtitan_ext.offline.sources import FileSource
 from torchtitan_ext.offline.workers import Shares, divide, room_for_casts
-from torchtitan_ext.state.nested import Path
-from torchtitan_ext.storage.metadata.saved_metadata import recorded_paths
+from torchtitan_ext.storage.element_types import is_floating_point
+from torchtitan_ext.storage.metadata.saved_state import KeyPath, SavedTensor
 
 # Empty dicts in lists have no keys, so that lists may have more members than keys; a larger position is damage.
 _MAX_MEMBERS_WITHOUT_KEY = 1 << 20
@@ -36,12 +33,12 @@ class Selection:
     def keys_of(self, source: FileSource) -> dict[str, str]:
         """The chosen keys of a source by their new names, in the order of the source."""
         num_dropped = len(self._begin)
-        below = filter(self._is_below, source.metadata.state_dict_metadata)
+        below = filter(self._is_below, source.state.entries)
         return {key: fqn for fqn in below if self._is_chosen(key := fqn[num_dropped:])}
 
     def within(self, source: FileSource) -> Selection:
         """Without the prefix if the source has no key below it: such a source may hold the component alone."""
-        return self if any(map(self._is_below, source.metadata.state_dict_metadata)) else replace(self, prefix="")
+        return self if any(map(self._is_below, source.state.entries)) else replace(self, prefix="")
 
     def check_finds(self, *sources: FileSource) -> None:
         """Refuses a prefix, and globs, that match no key of any of these sources.
@@ -49,7 +46,7 @@ class Selection:
         Raises:
             WrongValueError: Names the nearest keys.
         """
-        fqns = {fqn: None for source in sources for fqn in source.metadata.state_dict_metadata}
+        fqns = {fqn: None for source in sources for fqn in source.state.entries}
         where = " and ".join(dict.fromkeys(str(source.path) for source in sources))
         if fqns and not any(map(self._is_below, fqns)):
             text = f"got {self.prefix!r}, below which there is no key of {where}; {names_hint(self.prefix, fqns)}"
@@ -58,27 +55,24 @@ class Selection:
         keys = {key: None for source in sources for key in every.within(source).keys_of(source)}
         refuse_unmatched("only", self.only, keys, where=f"{where} below {self.prefix}" if self.prefix else where)
 
-    def paths_of(self, source: FileSource) -> dict[str, Path]:
+    def paths_of(self, source: FileSource) -> dict[str, KeyPath]:
         """The path of each chosen key in the nested state dict, by its new name.
 
         A key without a recorded path stands at the top, as do all keys if the recorded paths contradict each other.
         """
-        fqns = source.metadata.state_dict_metadata
-        paths: dict[str, Path] = {fqn: (fqn,) for fqn in fqns} | recorded_paths(source.metadata.planner_data, fqns)
+        paths = source.state.paths()
         chosen = {key: _below(key, fqn, paths[fqn]) for key, fqn in self.keys_of(source).items()}
         return chosen if _is_nesting(chosen.values(), len(paths)) else {key: (key,) for key in chosen}
 
-    def num_bytes_of(
-        self, source: FileSource, dtype: torch.dtype | None = None, *, without: Container[str] = ()
-    ) -> int:
+    def num_bytes_of(self, source: FileSource, dtype: str | None = None, *, without: Container[str] = ()) -> int:
         """The size of the chosen tensors in bytes, floating-point ones after a cast to ``dtype``.
 
         Args:
             without: Keys of the source that do not count.
         """
         fqns = (fqn for fqn in self.keys_of(source).values() if fqn not in without)
-        entries = (source.metadata.state_dict_metadata[fqn] for fqn in fqns)
-        return sum(_num_bytes_of(_in_dtype(one, dtype)) for one in entries if isinstance(one, TensorStorageMetadata))
+        entries = (source.state.entries[fqn] for fqn in fqns)
+        return sum(_in_dtype(one, dtype).num_bytes for one in entries if one is not None)
 
     def _is_below(self, fqn: str) -> bool:
         return fqn.startswith(self._begin)
@@ -111,27 +105,25 @@ class SelectedKeys:
         LayoutError: A tensor is a subclass, quantised or sparse: its bytes are not its elements, one behind the other.
     """
 
-    def __init__(self, source: FileSource, selection: Selection, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, source: FileSource, selection: Selection, dtype: str | None = None) -> None:
         selection.check_finds(source)
         self.source = source
         self.reader = BoxReader(source)
         self.fqns = selection.keys_of(source)
         self.paths = selection.paths_of(source)
         source.check_files(self.fqns.values())
-        entries = source.metadata.state_dict_metadata
-        tensors = {key: fqn for key, fqn in self.fqns.items() if isinstance(entries[fqn], TensorStorageMetadata)}
+        tensors = {key: fqn for key, fqn in self.fqns.items() if source.state.entries[fqn] is not None}
         saved = {key: self.reader.entry(fqn) for key, fqn in tensors.items()}
         self.values = [key for key in self.fqns if key not in saved]
         check_plain(source, {tensors[key]: entry for key, entry in saved.items()})
         self.dtype = dtype
         self.tensors = {key: _in_dtype(entry, dtype) for key, entry in saved.items()}
-        kinds = {key: entry.properties.dtype for key, entry in saved.items()}
-        self.cast = {key: kind for key, kind in kinds.items() if kind != self.tensors[key].properties.dtype}
+        self.cast = {key: entry.dtype for key, entry in saved.items() if entry.dtype != self.tensors[key].dtype}
 
     @property
     def num_bytes(self) -> int:
         """The size of all new tensors in bytes."""
-        return sum(map(_num_bytes_of, self.tensors.values()))
+        return sum(entry.num_bytes for entry in self.tensors.values())
 
     def divide(self, max_bytes: int, num_processes: int | None) -> Shares:
         """Shares the copy between processes that hold at most ``max_bytes`` together."""
@@ -140,17 +132,11 @@ class SelectedKeys:
         return shares
 
 
-def _num_bytes_of(entry: TensorStorageMetadata) -> int:
-    return entry.size.numel() * entry.properties.dtype.itemsize
+def _in_dtype(entry: SavedTensor, dtype: str | None) -> SavedTensor:
+    return entry if dtype is None or not is_floating_point(entry.dtype) else entry._replace(dtype=dtype)
 
 
-def _in_dtype(entry: TensorStorageMetadata, dtype: torch.dtype | None) -> TensorStorageMetadata:
-    if dtype is None or not entry.properties.dtype.is_floating_point:
-        return entry
-    return replace(entry, properties=replace(entry.properties, dtype=dtype))
-
-
-def check_plain(source: FileSource, tensors: Mapping[str, TensorStorageMetadata]) -> None:
+def check_plain(source: FileSource, tensors: Mapping[str, SavedTensor]) -> None:
     """Refuses tensors whose bytes in the files are not their elements, one behind the other.
 
     Raises:
@@ -167,7 +153,7 @@ def check_plain(source: FileSource, tensors: Mapping[str, TensorStorageMetadata]
         raise refusal("copy", [Problem("unsupported_tensor", fqn, what) for fqn in odd])
 
 
-def _below(key: str, fqn: str, path: Path) -> Path:
+def _below(key: str, fqn: str, path: KeyPath) -> KeyPath:
     """The path of a key without the parts that the prefix names; the key alone if the prefix ends inside a part."""
     num_dropped = len(fqn) - len(key)
     while num_dropped > 0:
@@ -176,14 +162,14 @@ def _below(key: str, fqn: str, path: Path) -> Path:
     return path if num_dropped == 0 else (key,)
 
 
-def _is_nesting(paths: Collection[Path], num_keys: int) -> bool:
+def _is_nesting(paths: Collection[KeyPath], num_keys: int) -> bool:
     """Whether some state dict has values at all of these paths; lists may have further members.
 
     Args:
         num_keys: The number of keys of the whole checkpoint, which bounds the lengths of lists.
     """
-    kinds: dict[Path, type] = {(): str}
-    ends: dict[Path, int] = {}
+    kinds: dict[KeyPath, type] = {(): str}
+    ends: dict[KeyPath, int] = {}
     for path in paths:
         for depth, key in enumerate(path):
             holder = path[:depth]

@@ -1,36 +1,32 @@
-"""Opens checkpoints of any format: metadata as DCP has it, and the place of each chunk in the files."""
+"""Opens checkpoints of any format: what they hold, and the place of each chunk in the files. Imports torch only for
+files of ``torch.save`` and for values.
+"""
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
-import torch
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+import numpy as np
+import numpy.typing as npt
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.planners.saved_chunks import storage_problems
 from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError, Remedy, refusal
-from torchtitan_ext.state.plain_value import NotPlainError, read_value
 from torchtitan_ext.storage.checkpoint_files import Record
+from torchtitan_ext.storage.commit.opened import Footers
 from torchtitan_ext.storage.formats.contents import size_of
 from torchtitan_ext.storage.formats.detect import format_of
 from torchtitan_ext.storage.formats.plain_files import PlainFiles
 from torchtitan_ext.storage.formats.safetensors_files import find_safetensors
-from torchtitan_ext.storage.formats.torch_files import read_torch_file
-from torchtitan_ext.storage.native.file_reader import FileReader
-from torchtitan_ext.storage.native.fills import OpenFiles, RecordFiles
-from torchtitan_ext.storage.raw_tensor import NAMES
-from torchtitan_ext.transforms.mapped import MappedMetadata
-from torchtitan_ext.transforms.rules import Transform
+from torchtitan_ext.storage.metadata.saved_metadata import read_saved_metadata
+from torchtitan_ext.storage.metadata.saved_state import ChunkKey, SavedState, lost_problems, state_in, version_problems
+from torchtitan_ext.storage.native.open_files import Chunk, read_record
+from torchtitan_ext.storage.native.verified_files import VerifiedFiles
 
 
 def open_source(path: str | os.PathLike[str], *, weights_only: bool = True) -> DcpSource | PlainFiles:
@@ -52,14 +48,17 @@ def open_source(path: str | os.PathLike[str], *, weights_only: bool = True) -> D
     if kind == "safetensors":
         places = find_safetensors(place)
         return PlainFiles(place, places, {}, {fqn: (fqn,) for fqn in places})
-    return read_torch_file(place, weights_only=weights_only)
+    torch_files = importlib.import_module("torchtitan_ext.storage.formats.torch_files")
+    found: PlainFiles = torch_files.read_torch_file(place, weights_only=weights_only)
+    return found
 
 
-class DcpSource(FileReader):
+class DcpSource(VerifiedFiles):
     """A directory of DCP, written by this package or by stock; every block that is read is verified.
 
     Attributes:
-        metadata: As DCP has it; ``state_dict_metadata`` has an entry for each flat key.
+        saved: Its metadata.
+        state: What it holds.
     """
 
     def __init__(self, path: Path, *, weights_only: bool = True) -> None:
@@ -68,10 +67,13 @@ class DcpSource(FileReader):
         self._weights_only = weights_only
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # stock's checkpoints have no checksums
-            self.metadata = self.read_metadata()
-            self.set_up_storage_reader(self.metadata, is_coordinator=False)
-        self._num_files, self._lost_files = _data_files(path, self.metadata)
-        problems = storage_problems(self.metadata, self.metadata.state_dict_metadata)
+            self.saved = read_saved_metadata(self.files, None, verify="all")
+        self._index = self.saved.index
+        self._footers = Footers(self.saved.save_id)
+        self.columns = self.saved.columns
+        self.state = state_in(self.columns, self.saved.planner_data)
+        self._num_files, self._lost_files = _data_files(path, self.columns)
+        problems = [*version_problems(self.saved.version), *lost_problems(self.columns, self.state)]
         if problems:
             raise refusal("load", problems)
 
@@ -80,22 +82,18 @@ class DcpSource(FileReader):
         if not self._lost_files:
             return
         for fqn in fqns:
-            entry = self.metadata.state_dict_metadata[fqn]
-            chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else ()
-            for index in [MetadataIndex(fqn, chunk.offsets) for chunk in chunks] or [MetadataIndex(fqn)]:
-                place = self.metadata.storage_data.get(index)
-                if place is not None and place.relative_path in self._lost_files:
+            entry = self.state.entries[fqn]
+            for key in [ChunkKey(fqn)] if entry is None else entry.chunk_keys(fqn):
+                name = self.file_of(key)
+                if name in self._lost_files:
                     raise DamagedCheckpointError(
                         f"{self.path}: {len(self._lost_files):,} of its {self._num_files:,} data files are not there, "
-                        f"or are cut: {fqn} lies in {place.relative_path}"
+                        f"or are cut: {fqn} lies in {name}"
                     )
 
-    def find_records(self, indices: Sequence[MetadataIndex]) -> list[Record]:
-        """The record of each chunk."""
-        try:
-            return super().find_records(indices)
-        except KeyError as error:
-            raise DamagedCheckpointError(f"{self.path}: .metadata does not say where {error.args[0]} lies") from None
+    def file_of(self, key: Chunk) -> str:
+        """The name of the file in which a chunk lies."""
+        return self._place_of(key)[0]
 
     def read_value(self, fqn: str) -> Any:
         """Reads a value that is no tensor.
@@ -103,72 +101,59 @@ class DcpSource(FileReader):
         Raises:
             CheckpointReadError: The value is more than plain data, or damaged.
         """
+        plain_value = importlib.import_module("torchtitan_ext.state.plain_value")
         try:
-            return read_value(io.BytesIO(self.value_record(fqn).numpy().data), weights_only=self._weights_only)
-        except NotPlainError as error:
+            return plain_value.read_value(io.BytesIO(self.value_record(fqn).data), weights_only=self._weights_only)
+        except plain_value.NotPlainError as error:
             advice = "; weights_only=False unpickles it, if you trust the checkpoint"
             raise CheckpointReadError(fqn, str(error), advice, Remedy("weights_only", False)) from None
         except ValueError as error:
             raise CheckpointReadError(fqn, str(error)) from None
 
-    def value_record(self, fqn: str) -> torch.Tensor:
-        """A value as ``torch.save`` writes it, 1-D uint8. The bytes of a saved record are copied without a look."""
-        return read_record(self, MetadataIndex(fqn))
+    def value_record(self, fqn: str) -> npt.NDArray[np.uint8]:
+        """A value as ``torch.save`` writes it. The bytes of a saved record are copied without a look."""
+        return read_record(self, ChunkKey(fqn))
+
+    def _place_of(self, key: Chunk) -> tuple[str, int, int]:
+        number = self.columns.find_part(key.fqn, key.offset)
+        if number is None:
+            where = key.fqn if key.offset is None else f"{key.fqn} at {tuple(key.offset)}"
+            raise DamagedCheckpointError(f"{self.path}: .metadata does not say where {where} lies")
+        part = self.columns.part(number)
+        if part.transforms:
+            raise ValueError(
+                f"{key.fqn} was saved through an extension ({part.transforms}); load it with FileSystemReader"
+            )
+        return part.path, part.offset, part.num_bytes
+
+    def _parts(self) -> Iterator[_core.Part]:
+        return map(self.columns.part, range(self.columns.num_parts))
 
 
-class MappedFiles:
-    """Another source as a transform shows it. Reads go by ``mapped``; every tensor is one chunk.
+class MappedSource(Protocol):
+    """Another source as a transform shows it: see ``mapped_files``."""
 
-    Raises:
-        TransformError: The transform does not fit the source.
-    """
+    path: Path
+    source: DcpSource | PlainFiles
+    state: SavedState
 
-    def __init__(self, source: DcpSource | PlainFiles, transform: Transform) -> None:
-        self.source = source
-        self.path = source.path
-        self.mapped = MappedMetadata(transform, source.metadata, operation="transform")
-        self.metadata = self.mapped.metadata
+    def check_files(self, fqns: Iterable[str]) -> None: ...
 
-    def check_files(self, fqns: Iterable[str]) -> None:
-        self.source.check_files(dict.fromkeys(name for fqn in fqns for name in self.mapped.source_names(fqn)))
+    def find_records(self, keys: Sequence[Chunk]) -> list[Record]: ...
 
-    def find_records(self, indices: Sequence[MetadataIndex]) -> list[Record]:
-        """A record for each tensor, of no file; without elements where a tensor that it is made of has none."""
-        found = []
-        for index in indices:
-            entry = self.metadata.state_dict_metadata[index.fqn]
-            assert isinstance(entry, TensorStorageMetadata), f"{index.fqn} is no tensor, please report"
-            records = self.source.find_records(self.mapped.source_indices(index.fqn))
-            is_plain = all(record.tensor is not None for record in records)
-            tensor = _core.StoredTensor(NAMES[entry.properties.dtype], entry.size, None, 0) if is_plain else None
-            found.append(Record(self.path.name, 0, 0, tensor))
-        return found
+    def read_value(self, fqn: str) -> Any: ...
 
-    def read_value(self, fqn: str) -> Any:
-        return self.source.read_value(self.mapped.value_name(fqn))
-
-    def value_record(self, fqn: str) -> torch.Tensor:
-        return self.source.value_record(self.mapped.value_name(fqn))
+    def value_record(self, fqn: str) -> npt.NDArray[np.uint8]: ...
 
 
-FileSource = DcpSource | PlainFiles | MappedFiles
+FileSource: TypeAlias = DcpSource | PlainFiles | MappedSource
 """A checkpoint of any format whose files are read directly."""
 
 
-def read_record(source: RecordFiles, index: MetadataIndex) -> torch.Tensor:
-    """The bytes of a whole record, as ``torch.save`` wrote it; 1-D uint8."""
-    (record,) = source.find_records([index])
-    files = OpenFiles(source)
-    with files.forgotten_on_error():
-        content = files.add_bytes(record.file, record.offset, record.num_bytes)
-        files.read()
-    return content
-
-
-def _data_files(path: Path, metadata: Metadata) -> tuple[int, set[str]]:
+def _data_files(path: Path, columns: _core.MetadataColumns) -> tuple[int, set[str]]:
     """The number of data files that the metadata names, and the names of those that are missing or too short."""
     try:
-        ends = {file.path: file.end for file in metadata.storage_data.columns.describe_files()}
+        ends = {file.path: file.end for file in columns.describe_files()}
     except OverflowError as error:
         raise DamagedCheckpointError(f"{path}: its records have no end ({error})") from None
     sizes = {name: size_of(path / name) for name in ends}

@@ -9,17 +9,16 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
-import torch
-import torch.distributed as dist
-
 from torchtitan_ext.errors import WorkerLostError
 from torchtitan_ext.storage.checkpoint_files import thread_count_of
+from torchtitan_ext.storage.element_types import ITEM_BYTES
 from torchtitan_ext.storage.progress import OnBytes
 
 _Result = TypeVar("_Result")
@@ -41,7 +40,8 @@ def run_tasks(
     num_processes = min(num_processes, num_tasks)
     if num_processes <= 1:
         return [task(number, progress) for number in range(num_tasks)]
-    if torch.cuda.is_initialized() or (dist.is_available() and dist.is_initialized()):
+    torch: Any = sys.modules.get("torch")
+    if torch and (torch.cuda.is_initialized() or (dist := torch.distributed).is_available() and dist.is_initialized()):
         raise RuntimeError(
             f"got num_processes={num_processes} in a process that uses CUDA or a process group, which cannot be "
             "forked; pass num_processes=1, or use the command line"
@@ -132,9 +132,9 @@ class Shares:
     part_bytes: int
 
 
-def room_for_casts(max_bytes: int, saved: Iterable[torch.dtype], dtype: torch.dtype | None) -> int:
+def room_for_casts(max_bytes: int, saved: Iterable[str], dtype: str | None) -> int:
     """The part of ``max_bytes`` that is left for tensors of a dtype, beside the tensors that they are cast from."""
-    ratios = [(kind.itemsize + _LOOK_BYTES) / dtype.itemsize for kind in saved] if dtype is not None else []
+    ratios = [(ITEM_BYTES[kind] + _LOOK_BYTES) / ITEM_BYTES[dtype] for kind in saved] if dtype is not None else []
     return int(max_bytes / (1 + max(ratios, default=0.0)))
 
 

@@ -32,6 +32,10 @@ _LINKABLE = re.compile(r"(__\d+_[0-9a-f]{32})\.distcp")
 # A message names so many keys of which bytes are damaged.
 _MAX_NAMED = 4
 
+# XXH3 of a block is computed right after its write, so a block should fit into a core's cache. With smaller blocks
+# loads of few rows verify fewer bytes, and footers are larger.
+BLOCK_BYTES = 1 << 20
+
 NO_METADATA = -1
 """The size of ``.metadata`` in an index whose tables replace that file."""
 

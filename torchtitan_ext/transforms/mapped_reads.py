@@ -9,7 +9,8 @@ from operator import add
 import torch
 
 from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError
-from torchtitan_ext.storage.native.fills import Elements, OpenFiles
+from torchtitan_ext.storage.native.fills import Elements
+from torchtitan_ext.storage.native.open_files import OpenFiles
 from torchtitan_ext.storage.raw_tensor import DTYPES
 from torchtitan_ext.transforms.mapped import MappedMetadata
 

@@ -16,9 +16,10 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import Problem, refusal
+from torchtitan_ext.layout.layout import row_major_strides
 from torchtitan_ext.storage.raw_tensor import DTYPES, NAMES
 from torchtitan_ext.storage.weights.layout import dtype_problems, name_problems, value_problem
-from torchtitan_ext.storage.weights.placed import FilePart, TensorForms, row_major_strides
+from torchtitan_ext.storage.weights.placed import FilePart, TensorForms
 from torchtitan_ext.transforms.mapped import Source, sources_in
 from torchtitan_ext.transforms.rules import Transform
 

@@ -5,9 +5,10 @@ import itertools
 import pytest
 import torch
 
-from torchtitan_ext.checkpoint.rules.casts import EXACT_CASTS, cast_problem, is_exact
+from torchtitan_ext.checkpoint.rules.casts import cast_problem, is_exact
+from torchtitan_ext.storage.element_types import EXACT_CASTS
 
-DTYPES = list(EXACT_CASTS) + [torch.float64, torch.int64, torch.uint64, torch.complex128]
+DTYPES = [getattr(torch, name) for name in EXACT_CASTS] + [torch.float64, torch.int64, torch.uint64, torch.complex128]
 # Their arithmetic on the CPU is too incomplete to be an oracle.
 NOT_CONVERTED = {torch.complex32, torch.uint16, torch.uint32, torch.uint64}
 

@@ -47,7 +47,7 @@ def lead_outside(metadata: Metadata) -> None:
     ("change", "text"),
     [
         (lose_entry, "w: 1 of its 1 part(s) are in no file of the checkpoint"),
-        (age, "has format version 9.0.0, this torch reads up to"),
+        (age, "has format version 9.0.0, this torchtitan_ext reads up to"),
         (
             lead_outside,
             "../elsewhere/__0_0.distcp: is named as a file of the checkpoint and lies outside its directory",

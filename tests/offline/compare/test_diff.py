@@ -19,9 +19,9 @@ from torchtitan_ext.offline.compare.diff import (
     Tolerance,
     ValueDifference,
     diff,
-    map_differences,
 )
 from torchtitan_ext.offline.compare.fingerprints import sum_tensors
+from torchtitan_ext.offline.compare.measure import map_differences
 from torchtitan_ext.offline.selection import Selection
 from torchtitan_ext.offline.sources import open_source
 

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from torchtitan_ext.offline.compare.diff import DifferenceMap
+from torchtitan_ext.offline.compare.measure import DifferenceMap
 
 
 def cut(size: int, draw: random.Random) -> list[tuple[int, int]]:

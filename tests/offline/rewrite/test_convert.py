@@ -26,6 +26,7 @@ from torchtitan_ext.offline.compare.diff import DiffReport, diff
 from torchtitan_ext.offline.rewrite.convert import ConvertReport, convert
 from torchtitan_ext.offline.selection import Selection
 from torchtitan_ext.offline.sources import open_source
+from torchtitan_ext.storage.raw_tensor import dtype_name
 
 
 def converted(source: Path, target: Path, **options: Any) -> ConvertReport:
@@ -232,7 +233,7 @@ def test_a_checkpoint_without_keys(tmp_path: Path) -> None:
     source = save_as("ours", tmp_path / "a", {})
     for to in ("dcp", "safetensors", "torch"):
         assert converted(source, tmp_path / to, to=to).num_keys == 0  # type: ignore[arg-type]
-        assert open_source(tmp_path / to).metadata.state_dict_metadata == {}
+        assert open_source(tmp_path / to).state.entries == {}
 
 
 def test_ours_load_what_came_from_hugging_face(tmp_path: Path) -> None:
@@ -262,7 +263,7 @@ def test_floats_are_cast_on_the_way(tmp_path: Path, to: Any, dtype: torch.dtype)
     state = saved_floats()
     if dtype == torch.float8_e4m3fn:
         del state["float64"], state["odd"]
-    report = converted(save_as("dp=3", tmp_path / "a", state), tmp_path / "b", to=to, dtype=dtype)
+    report = converted(save_as("dp=3", tmp_path / "a", state), tmp_path / "b", to=to, dtype=dtype_name(dtype))
     wanted = {key: value.to(dtype) if value.is_floating_point() else value for key, value in state.items()}
     assert set(report.cast) == {key for key, value in state.items() if value.dtype != wanted[key].dtype}
     assert report.is_exact == (dtype == torch.float64)
@@ -275,6 +276,6 @@ def test_floats_are_cast_on_the_way(tmp_path: Path, to: Any, dtype: torch.dtype)
 def test_a_number_that_the_dtype_cannot_hold_is_refused(tmp_path: Path, to: Any) -> None:
     source = save_as("ours", tmp_path / "a", {"v": torch.ones(3), "w": torch.tensor([1.0, 1e5, math.inf])})
     with pytest.raises(WrongValueError, match="dtype: w has the number 100000.0, which torch.float16 cannot hold"):
-        converted(source, tmp_path / "b", to=to, dtype=torch.float16)
+        converted(source, tmp_path / "b", to=to, dtype="float16")
     assert os.listdir(tmp_path) == ["a"]
-    assert converted(source, tmp_path / "b", to=to, dtype=torch.float16, selection=Selection(("v",))).num_keys == 1
+    assert converted(source, tmp_path / "b", to=to, dtype="float16", selection=Selection(("v",))).num_keys == 1

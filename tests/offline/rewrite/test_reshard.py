@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import flip_byte, random_bits, save_as, tensors, training_state
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import torchtitan_ext as tte
+from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.tables.component import World, saved_world
 from torchtitan_ext.errors import DamagedCheckpointError, LayoutError
 from torchtitan_ext.offline.compare.diff import DiffReport, diff
@@ -24,6 +24,7 @@ from torchtitan_ext.offline.selection import Selection
 from torchtitan_ext.offline.sources import open_source
 from torchtitan_ext.storage import FileReader
 from torchtitan_ext.storage.inspect.verify import find_damage, verify
+from torchtitan_ext.storage.metadata.saved_state import SavedState
 
 
 def resharded(source: Path, target: Path, **options: Any) -> ReshardReport:
@@ -185,8 +186,8 @@ def test_tensors_that_are_not_plain_memory_are_refused(tmp_path: Path) -> None:
 
 def test_a_lost_chunk_is_damage(tmp_path: Path) -> None:
     source = open_source(save_as("dp=2", tmp_path / "a", {"w": torch.ones(4, 4)}))
-    metadata: Metadata = source.metadata
-    metadata.state_dict_metadata["w"].chunks.pop()  # type: ignore[union-attr]
+    half = source.state.tensors["w"]._replace(chunks=_core.ChunkIndex.of_boxes([((0, 0), (2, 4))]))
+    source.state = SavedState({"w": half}, source.state.planner_data)
     with pytest.raises(DamagedCheckpointError, match="do not hold every element"):
         reshard(source, tmp_path / "b", mesh={"dp": 2}, num_processes=1)
     assert not (tmp_path / "b").exists()

@@ -16,9 +16,10 @@ import torchtitan_ext as tte
 from torchtitan_ext import transforms
 from torchtitan_ext.cli.app import app
 from torchtitan_ext.errors import TransformError
+from torchtitan_ext.offline.mapped_files import MappedFiles
 from torchtitan_ext.offline.rewrite.convert import convert
 from torchtitan_ext.offline.rewrite.reshard import reshard
-from torchtitan_ext.offline.sources import MappedFiles, open_source
+from torchtitan_ext.offline.sources import open_source
 from torchtitan_ext.transforms import Rule, Transform
 
 ONE_WAY = ("model.layers.*.norm", "model.layers.*.dense")
@@ -81,7 +82,7 @@ def test_a_checkpoint_is_written_for_a_mesh(tmp_path: Path) -> None:
 def test_dtype_is_that_of_the_option(tmp_path: Path) -> None:
     save_as("ours", tmp_path / "a", saved_state())
     source = mapped(tmp_path / "a", TRANSFORM)
-    report = convert(source, tmp_path / "b", to="safetensors", dtype=torch.float64, num_processes=1)
+    report = convert(source, tmp_path / "b", to="safetensors", dtype="float64", num_processes=1)
     found = load_file(tmp_path / "b" / "model.safetensors")
     assert differences(found, {f"model.{name}": value.double() for name, value in wanted_state().items()}) == []
     assert report.is_exact

@@ -114,7 +114,7 @@ def test_nothing_that_a_pickle_names_is_run(tmp_path: Path) -> None:
 def test_files_without_crc_are_read(tmp_path: Path) -> None:
     with config.patch("save.compute_crc32", False):
         torch.save({"w": torch.zeros(3)}, tmp_path / "a")
-    assert open_source(tmp_path / "a").metadata.state_dict_metadata.keys() == {"w"}
+    assert open_source(tmp_path / "a").state.entries.keys() == {"w"}
     verdict = verify(tmp_path / "a", is_deep=True)
     assert (verdict.damages, verdict.unproved) == ([], ["a"])
 

@@ -38,7 +38,6 @@ from torchtitan_ext.checkpoint.planners.subclasses import (
     uncalled_methods,
 )
 from torchtitan_ext.checkpoint.tables.agreement import Agreement, agree, unused_layouts
-from torchtitan_ext.checkpoint.tables.component import world_record
 from torchtitan_ext.checkpoint.tables.key_table import (
     EncodedTable,
     KeyTable,
@@ -223,7 +222,7 @@ class SavePlanner(DefaultSavePlanner):
             self.metadata.planner_data = metadata_paths(agreement, tables)
             if needs_all_ranks:
                 # A key of the state dict with this name has priority.
-                self.metadata.planner_data.setdefault(WORLD_KEY, world_record(agreement.ranks_and_meshes()))
+                self.metadata.planner_data.setdefault(WORLD_KEY, agreement.ranks_and_meshes().record())
         known_tokens: frozenset[str] = frozenset()
         if self._enable_plan_caching:
             held = [dataclasses.replace(table, digests=()) for table in tables]

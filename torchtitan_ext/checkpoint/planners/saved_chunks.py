@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from torchtitan_ext import _core
@@ -19,6 +18,8 @@ from torchtitan_ext.dcp_private import StorageInfo
 from torchtitan_ext.errors import Problem
 from torchtitan_ext.storage.formats.safetensors_files import files_with_key
 from torchtitan_ext.storage.metadata.lazy_metadata import LazyDict
+from torchtitan_ext.storage.metadata.saved_state import SavedState, SavedTensor, version_problems
+from torchtitan_ext.storage.raw_tensor import dtype_name
 
 
 class SavedChunks:
@@ -39,6 +40,18 @@ class SavedChunks:
             known = (saved.chunks, self._by_content.setdefault(index.to_bytes(), index))
             self._by_identity[id(saved.chunks)] = known
         return known[1]
+
+
+def state_of(metadata: Metadata) -> SavedState:
+    """What DCP's metadata describes."""
+    chunks = SavedChunks()
+    entries = {
+        fqn: SavedTensor(dtype_name(saved.properties.dtype), tuple(saved.size), chunks.of(saved))
+        if isinstance(saved, TensorStorageMetadata)
+        else None
+        for fqn, saved in metadata.state_dict_metadata.items()
+    }
+    return SavedState(entries, metadata.planner_data)
 
 
 def cover_problems(
@@ -72,12 +85,9 @@ def _cover_problem(fqn: str, agreement: Agreement, of_class: int, index: _core.C
 
 def storage_problems(metadata: Metadata, fqns: Iterable[str]) -> list[Problem]:
     """What is wrong with the files of a checkpoint by its metadata alone, for the saved keys that are to be read."""
-    version = getattr(metadata, "version", None)
-    if version is not None and _numbers(version) > _numbers(CURRENT_DCP_VERSION):
-        detail = (
-            f"has format version {version}, this torch reads up to {CURRENT_DCP_VERSION}; load it with a newer torch"
-        )
-        return [Problem("broken_checkpoint", "checkpoint", detail)]
+    problems = version_problems(getattr(metadata, "version", None))
+    if problems:
+        return problems
     entries = metadata.storage_data
     if not isinstance(entries, dict) or not isinstance(next(iter(entries), None), MetadataIndex):
         return []
@@ -144,7 +154,3 @@ def _lost_problems(fqns: Sequence[str], saved: Mapping[str, Any], places: Iterab
             )
             problems.append(Problem("broken_checkpoint", fqn, detail))
     return problems
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".") if part.isdigit())

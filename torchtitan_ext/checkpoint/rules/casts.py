@@ -1,7 +1,4 @@
-"""Which changes of dtype keep every value: an explicit table.
-
-``torch.can_cast`` and ``torch.promote_types`` both allow int64 -> float32, which loses bits.
-"""
+"""Which changes of dtype a load makes."""
 
 from __future__ import annotations
 
@@ -10,45 +7,18 @@ from typing import Literal
 import torch
 
 from torchtitan_ext.errors import Problem, Remedy
+from torchtitan_ext.storage.element_types import is_exact_cast
+from torchtitan_ext.storage.raw_tensor import dtype_name
 
 CastPolicy = Literal["exact", "allow", "forbid"]
 """Dtype changes: those that keep every value, those that keep the kind of number, none."""
 
-_HALF = {torch.float16, torch.bfloat16}
 FLOATS = {torch.float32, torch.float64}
-
-EXACT_CASTS: dict[torch.dtype, frozenset[torch.dtype]] = {
-    source: frozenset(targets)
-    for source, targets in {
-        torch.bool: {
-            torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-            torch.uint16, torch.uint32, torch.uint64, *_HALF, *FLOATS,
-        },
-        torch.uint8: {
-            torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64, *_HALF, *FLOATS,
-        },
-        torch.int8: {torch.int16, torch.int32, torch.int64, *_HALF, *FLOATS},
-        torch.int16: {torch.int32, torch.int64, *FLOATS},
-        torch.uint16: {torch.int32, torch.int64, torch.uint32, torch.uint64, *FLOATS},
-        torch.int32: {torch.int64, torch.float64},
-        torch.uint32: {torch.int64, torch.uint64, torch.float64},
-        torch.float8_e4m3fn: {*_HALF, *FLOATS},
-        torch.float8_e4m3fnuz: {*_HALF, *FLOATS},
-        torch.float8_e5m2: {*_HALF, *FLOATS},
-        torch.float8_e5m2fnuz: {*_HALF, *FLOATS},
-        torch.float8_e8m0fnu: {torch.bfloat16, *FLOATS},
-        torch.float16: {*FLOATS},
-        torch.bfloat16: {*FLOATS},
-        torch.float32: {torch.float64},
-        torch.complex32: {torch.complex64, torch.complex128},
-        torch.complex64: {torch.complex128},
-    }.items()
-}  # fmt: skip
 
 
 def is_exact(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether every value of ``source`` is a value of ``target``."""
-    return source == target or target in EXACT_CASTS.get(source, frozenset())
+    return is_exact_cast(dtype_name(source), dtype_name(target))
 
 
 def cast_problem(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from torchtitan_ext.errors import CannotReshardError, Problem, Remedy
+from torchtitan_ext.layout.world import World as World
 from torchtitan_ext.state.nested import nested_members
 from torchtitan_ext.storage.metadata.saved_metadata import WORLD_KEY as WORLD_KEY
 from torchtitan_ext.storage.metadata.saved_metadata import recorded_world
@@ -149,35 +150,9 @@ def _is_reshardable(component: Any) -> TypeGuard[Reshardable]:
     return isinstance(component, Reshardable) and not str(component.reshard.__module__).startswith("torch.")
 
 
-@dataclass(frozen=True)
-class World:
-    """The ranks that save or load a checkpoint.
-
-    Attributes:
-        size: How many; 0 where a checkpoint does not say.
-        mesh: Size of each named mesh axis that its tensors lie on, for example ``{"dp_shard": 4, "tp": 2}``.
-    """
-
-    size: int
-    mesh: Mapping[str, int] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        if not self.size:
-            return "an unknown number of ranks"
-        axes = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
-        ranks = f"{self.size} rank{'s' if self.size > 1 else ''}"
-        return f"{ranks} ({axes})" if axes else ranks
-
-
-def world_record(world: World) -> dict[str, object]:
-    """What a save writes of its world."""
-    return {"size": world.size, "mesh": dict(world.mesh)}
-
-
 def saved_world(metadata: Metadata) -> World:
     """The world that saved a checkpoint; of size 0 where stock DCP wrote it, which does not say, or it is no world."""
-    recorded = recorded_world(metadata.planner_data)
-    return World(0) if recorded is None else World(*recorded)
+    return recorded_world(metadata.planner_data) or World(0)
 
 
 # A component such as dp_rank_7 or rank_7: an entry that each rank keeps for itself. Not layers.7.

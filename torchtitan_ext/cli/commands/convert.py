@@ -62,7 +62,7 @@ def run(
     with options.refusing_wrong_usage():
         opened = lazy.sources.open_source(source, weights_only=not unsafe_unpickle)
         opened = options.transformed(opened, transform)
-        new_dtype = None if dtype is None else lazy.raw_tensor.DTYPES[dtype.value]
+        new_dtype = None if dtype is None else dtype.value
         total_bytes = partial(selection.num_bytes_of, opened, new_dtype)
         with progress("convert", is_coordinator=True, total_bytes=total_bytes) as on_bytes:
             report = lazy.convert.convert(

@@ -38,7 +38,8 @@ from torchtitan_ext.storage.progress import progress
 
 if TYPE_CHECKING:
     from torchtitan_ext.offline.compare.delta_file import DeltaReport
-    from torchtitan_ext.offline.compare.diff import Difference, DifferenceMap, DiffReport, ValueDifference
+    from torchtitan_ext.offline.compare.diff import Difference, DiffReport, ValueDifference
+    from torchtitan_ext.offline.compare.measure import DifferenceMap
 
 
 def run(
@@ -106,7 +107,7 @@ def run(
         _plot(
             plot,
             report,
-            lambda key: lazy.diff.map_differences(one, other, key, selection=selection, tolerance=tolerance),
+            lambda key: lazy.measure.map_differences(one, other, key, selection=selection, tolerance=tolerance),
         )
     if json:
         print_json({**_as_json(report), "delta": None if written is None else dataclasses.asdict(written)})

@@ -13,14 +13,15 @@ from torchtitan_ext.delta.kept import find_between
 from torchtitan_ext.delta.saved_changes import NOTE, TensorTotals, encode_note, part_names
 from torchtitan_ext.errors import DamagedCheckpointError, Problem, ProblemKind, WrongValueError, refusal
 from torchtitan_ext.layout.layout import Box
-from torchtitan_ext.offline.boxes import held_piece
-from torchtitan_ext.offline.compare.diff import DifferenceKind, DiffReport, Side, kind_by_metadata, pieces_of
+from torchtitan_ext.offline.compare.diff import DiffReport
+from torchtitan_ext.offline.compare.measure import pieces_of
+from torchtitan_ext.offline.compare.side import DifferenceKind, Side, kind_by_metadata
 from torchtitan_ext.offline.selection import Selection, check_plain
 from torchtitan_ext.offline.sources import FileSource
+from torchtitan_ext.offline.torch_boxes import held_piece
 from torchtitan_ext.storage.commit.staged_target import staged_target, take_place
 from torchtitan_ext.storage.commit.steps import step_of
 from torchtitan_ext.storage.formats.safetensors_spool import SafetensorsSpool
-from torchtitan_ext.storage.raw_tensor import dtype_name
 from torchtitan_ext.storage.weights.layout import name_problems
 
 # For each element that differs: its position, its place in a block, and both again while they are put together.
@@ -93,7 +94,7 @@ def check_carried(a: FileSource, b: FileSource, selection: Selection | None = No
     if problems:
         raise refusal("delta", problems)
     for side in (one, other):
-        tensors = {fqn: side.entry(key) for key, fqn in side.fqns.items() if side.has_tensor(key)}
+        tensors = {fqn: entry for key, fqn in side.fqns.items() if (entry := side.entry(key)) is not None}
         check_plain(side.source, tensors)
 
 
@@ -143,14 +144,15 @@ def _add_tensor(
 ) -> TensorTotals:
     """Adds the changes of a tensor of both sides to a file. Returns what is noted of it."""
     boxes: list[Box | None] = []
-    count, replaced, total, shape = 0, 0, before, one.shape(key)
+    tensor = one.tensor(key)
+    count, replaced, total, shape = 0, 0, before, tensor.shape
     pieces = pieces_of(key, one, other, max_bytes, _BYTES_PER_CHANGED) if before != after else ()
     for piece, a, b in pieces:
         held = held_piece(key, piece, shape)
         found = find_between([b], [a], [held])
         (old,), (new,) = found.old_sums, found.new_sums
         replaced, total = add_sums(replaced, old), add_sums(total, new, -old)
-        for part in parts_of(found, [held], [piece.dtype.itemsize]):
+        for part in parts_of(found, [held], [a.element_size()]):
             names = part_names(key, len(boxes), part.box)
             for name, (dtype, sizes), data in zip(names, part.shapes, part.tensors, strict=True):
                 spool.add(name, dtype, sizes, data)
@@ -159,5 +161,4 @@ def _add_tensor(
     if total != after:
         what = "is not what its fingerprint says; --read compares what is there"
         raise DamagedCheckpointError(f"{one.source.path} or {other.source.path}: {key} {what}")
-    dtype = dtype_name(one.entry(key).properties.dtype)
-    return TensorTotals(dtype, shape, count, before, replaced, after, tuple(boxes))
+    return TensorTotals(tensor.dtype, shape, count, before, replaced, after, tuple(boxes))

@@ -7,15 +7,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-
+from torchtitan_ext import _core
 from torchtitan_ext._core import SumTable
 from torchtitan_ext.layout.layout import Box
-from torchtitan_ext.offline.boxes import BoxReader, Piece, batched, chunks_of, cut, new_buffer, records_of, views
+from torchtitan_ext.offline.boxes import (
+    BoxReader,
+    Memory,
+    Piece,
+    batched,
+    chunks_of,
+    cut,
+    new_buffer,
+    records_of,
+    views,
+)
 from torchtitan_ext.offline.sources import DcpSource, FileSource, open_source
 from torchtitan_ext.offline.workers import divide
-from torchtitan_ext.state.value_digest import sum_box
+from torchtitan_ext.storage.element_types import num_bytes_of
 from torchtitan_ext.storage.inspect.dcp_damage import Damage, Verdict
+from torchtitan_ext.storage.metadata.saved_state import ChunkKey, SavedTensor
 from torchtitan_ext.storage.progress import OnBytes
 
 _PieceOfChunk = tuple[Piece, Piece]
@@ -40,10 +50,9 @@ def prove_checkpoint(
     wrong = []
     for fqn in proved:
         expected, found = stored[fqn].sums, sums[fqn].sums
-        for chunk in source.metadata.state_dict_metadata[fqn].chunks:  # type: ignore[union-attr]
-            offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+        for offsets, sizes in source.state.tensors[fqn].chunks.boxes():
             if 0 not in sizes and found[offsets, sizes] != expected[offsets, sizes]:
-                file = source.storage_data[MetadataIndex(fqn, chunk.offsets)].relative_path
+                file = source.file_of(ChunkKey(fqn, offsets))
                 rows = ", ".join(f"{first}:{first + size}" for first, size in zip(offsets, sizes, strict=True))
                 what = f"{source.path / file}: {fqn}[{rows}] is not what was saved"
                 wrong.append((fqn, Damage(file, what, "fingerprint")))
@@ -57,8 +66,7 @@ def prove_checkpoint(
 
 def tensors_of(source: FileSource) -> list[str]:
     """The keys of the tensors in a checkpoint."""
-    entries = source.metadata.state_dict_metadata
-    return [fqn for fqn, entry in entries.items() if isinstance(entry, TensorStorageMetadata)]
+    return list(source.state.tensors)
 
 
 def stored_sums(source: FileSource, fqns: Iterable[str]) -> SumTable:
@@ -67,12 +75,10 @@ def stored_sums(source: FileSource, fqns: Iterable[str]) -> SumTable:
     if not isinstance(source, DcpSource) or not source.has_sums:
         return stored
     for fqn in fqns:
-        entry = source.metadata.state_dict_metadata[fqn]
-        chunks = [chunk for chunk in getattr(entry, "chunks", ()) if 0 not in chunk.sizes]
-        sums = source.find_sums([MetadataIndex(fqn, chunk.offsets) for chunk in chunks])
-        known: dict[Box | None, int] = {
-            (chunk.offsets, chunk.sizes): one for chunk, one in zip(chunks, sums, strict=True) if one is not None
-        }
+        entry = source.state.entries[fqn]
+        chunks = [] if entry is None else [box for box in entry.chunks.boxes() if 0 not in box[1]]
+        sums = source.find_sums([ChunkKey(fqn, offsets) for offsets, _ in chunks])
+        known: dict[Box | None, int] = {box: one for box, one in zip(chunks, sums, strict=True) if one is not None}
         if len(known) == len(chunks):
             stored.add_key(fqn, known)
     return stored
@@ -113,9 +119,8 @@ def sum_chunks(
     reader.files.thread_count = shares.num_threads
     # Empty chunks are left out: stock may have saved another chunk at the same offsets.
     chunks = _in_file_order(source, [chunk for chunk in chunks_of(entries) if 0 not in chunk.sizes])
-    shapes = {fqn: tuple(entry.size) for fqn, entry in entries.items()}
     pieces = ((piece, chunk) for chunk in chunks for piece in cut(chunk, part_bytes))
-    free = [(reader.another(), new_buffer(part_bytes)) for _ in range(num_threads)]
+    free = [(BoxReader(source), new_buffer(part_bytes)) for _ in range(num_threads)]
 
     def sum_batch(batch: Sequence[_PieceOfChunk]) -> list[int]:
         reader, buffer = free.pop()
@@ -123,10 +128,7 @@ def sum_chunks(
             read = [piece for piece, _ in batch]
             places = views(buffer, read)
             reader.read(read, places)
-            return [
-                int(sum_box(place, piece.offsets, shapes[piece.fqn]).item())
-                for place, piece in zip(places, read, strict=True)
-            ]
+            return [_sum_of(piece, place, entries[piece.fqn]) for piece, place in zip(read, places, strict=True)]
         finally:
             free.append((reader, buffer))
 
@@ -135,6 +137,11 @@ def sum_chunks(
             sums.add(piece.fqn, total, (chunk.offsets, chunk.sizes))
         progress(sum(piece.num_bytes for piece, _ in batch))
     return sums
+
+
+def _sum_of(piece: Piece, place: Memory, entry: SavedTensor) -> int:
+    item_bytes = num_bytes_of(piece.dtype, ())
+    return _core.sum_box(place.ctypes.data, item_bytes, piece.offsets, piece.sizes, entry.shape)
 
 
 def _in_file_order(source: FileSource, chunks: Sequence[Piece]) -> list[Piece]:

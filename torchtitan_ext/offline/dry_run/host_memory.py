@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from torchtitan_ext.storage.checkpoint_files import thread_count_of
+from torchtitan_ext.storage.checkpoint_files import BLOCK_BYTES, thread_count_of
 from torchtitan_ext.storage.native.device_buckets import host_buffer_bytes
 from torchtitan_ext.storage.native.file_writer import BATCH_BYTES as WRITTEN_BATCH_BYTES
-from torchtitan_ext.storage.native.file_writer import BLOCK_BYTES
 from torchtitan_ext.storage.native.fills import BUFFER_BYTES
 from torchtitan_ext.storage.native.read_batch import BATCH_BYTES as READ_BATCH_BYTES
 

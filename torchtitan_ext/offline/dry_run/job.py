@@ -146,13 +146,13 @@ def stages_of(
         ones = [_rank_of_checkpoint(source.opened.metadata, source.opened.source)]
     (one,) = ones
     pipeline = PipelineRules(mesh, placements)
-    metadata, chunks = (None, {}) if source is None else (source.opened.metadata, source.chunks)
+    saved, chunks = (None, {}) if source is None else (source.state, source.chunks)
     entries = one.table.entries.items()
     shapes = {fqn: entry.report.global_shape if isinstance(entry, TensorEntry) else None for fqn, entry in entries}
     pipeline.check([fqn for fqn, shape in shapes.items() if shape is not None], list(shapes))
     stages = []
     for number in range(pipeline.num_stages):
-        rules = PlacementRules(pipeline.mesh, pipeline.rules, metadata=metadata, ranks=pipeline.ranks[number])
+        rules = PlacementRules(pipeline.mesh, pipeline.rules, saved=saved, ranks=pipeline.ranks[number])
         rules.check_used(shapes)
         holds = partial(pipeline.holds, number)
         own = place_on_mesh(one.restricted(holds), rules, chunks)

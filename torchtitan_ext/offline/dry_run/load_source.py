@@ -7,20 +7,23 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.operation.component_plans import OpenSource
 from torchtitan_ext.checkpoint.operation.load_phases import open_source
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
-from torchtitan_ext.checkpoint.planners.saved_chunks import SavedChunks
+from torchtitan_ext.checkpoint.planners.saved_chunks import state_of
 from torchtitan_ext.checkpoint.rules.policy import Source
+from torchtitan_ext.dcp_private import StorageInfo
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.offline.sources import open_source as open_files
 from torchtitan_ext.storage import FileReader
 from torchtitan_ext.storage.checkpoint_files import data_file_bytes, is_local, metadata_file_bytes
 from torchtitan_ext.storage.formats.detect import Format, format_of, how_to_load
 from torchtitan_ext.storage.formats.plain_files import PlainFiles
+from torchtitan_ext.storage.metadata.dcp_objects import metadata_of_state, places_of
+from torchtitan_ext.storage.metadata.saved_state import SavedState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +45,14 @@ class LoadSource:
     notes: tuple[str, ...] = ()
 
     @cached_property
+    def state(self) -> SavedState:
+        """What the checkpoint holds."""
+        return state_of(self.opened.metadata)
+
+    @cached_property
     def chunks(self) -> dict[str, _core.ChunkIndex]:
         """The chunks in which each tensor was saved, by key; equal lists are one object."""
-        chunks, entries = SavedChunks(), self.opened.metadata.state_dict_metadata.items()
-        return {fqn: chunks.of(saved) for fqn, saved in entries if isinstance(saved, TensorStorageMetadata)}
+        return {fqn: tensor.chunks for fqn, tensor in self.state.tensors.items()}
 
 
 def open_load_source(source: Source) -> LoadSource:
@@ -80,7 +87,8 @@ def _of_torch(path: Path, source: Source) -> LoadSource:
     """Opens a file of ``torch.save``, which a job does not read."""
     files = open_files(path)
     assert isinstance(files, PlainFiles), "only DCP has another source, please report"
-    metadata = dataclasses.replace(files.metadata, storage_data=files.places())
+    values = {MetadataIndex(fqn): StorageInfo(path.name, 0, files.value_record(fqn).nbytes) for fqn in files.values}
+    metadata = dataclasses.replace(metadata_of_state(files.state), storage_data={**places_of(files.records), **values})
     name = str(source.path)
     problem = Problem("broken_checkpoint", name, how_to_load(path) or "is no checkpoint that a job reads")
     note = "the reads are those that a job would make after one rank has converted the checkpoint"

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
@@ -21,9 +20,10 @@ from torchtitan_ext.layout.layout import num_elements
 from torchtitan_ext.offline.dry_run.alike_ranks import AlikeRanks
 from torchtitan_ext.offline.dry_run.host_memory import Device, committing_bytes, saving_bytes
 from torchtitan_ext.offline.dry_run.job import Job, Stage
-from torchtitan_ext.storage.checkpoint_files import DATA_SUFFIX
+from torchtitan_ext.storage.checkpoint_files import BLOCK_BYTES, DATA_SUFFIX
+from torchtitan_ext.storage.commit.commit import notes_of_save
 from torchtitan_ext.storage.metadata.metadata_file import columns_of, storage_meta_fields
-from torchtitan_ext.storage.native.file_writer import BLOCK_BYTES, notes_of_save
+from torchtitan_ext.storage.metadata.saved_metadata import DCP_VERSION
 from torchtitan_ext.storage.raw_tensor import ELEMENT_TYPES, NAMES
 
 
@@ -243,7 +243,7 @@ def _metadata_bytes(metadata: Metadata, files: Sequence[tuple[int, _core.RankFil
         rows.append((_name_of(rank), *parts[id(file)]))
     storage_meta = StorageMeta(Path("/"), "0" * 32)  # held meanwhile: what others hold too has a number in the pickle
     fields = storage_meta_fields(storage_meta)
-    return columns.pickle_bytes(metadata.planner_data, fields, CURRENT_DCP_VERSION, rows) - len("/")
+    return columns.pickle_bytes(metadata.planner_data, fields, DCP_VERSION, rows) - len("/")
 
 
 def _name_of(rank: int) -> str:

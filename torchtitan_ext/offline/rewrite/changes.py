@@ -14,19 +14,16 @@ from torchtitan_ext.delta.part_reads import zero_sums
 from torchtitan_ext.delta.replacement import OTHER_BITS, Replacement, why_unfit
 from torchtitan_ext.delta.saved_changes import SavedChanges
 from torchtitan_ext.errors import DamagedCheckpointError, Problem, WrongValueError, named, refusal
-from torchtitan_ext.offline.boxes import Piece, held_piece
+from torchtitan_ext.offline.boxes import Memory, Piece
 from torchtitan_ext.offline.selection import SelectedKeys, Selection
+from torchtitan_ext.offline.torch_boxes import held_piece, tensor_of
 from torchtitan_ext.state.value_digest import sum_box
 from torchtitan_ext.storage.commit.steps import step_of
-from torchtitan_ext.storage.raw_tensor import dtype_name
 
 ChangeSums = list[tuple[SumTable, SumTable, SumTable]]
 """Of each file the sums of its tensors: of the new bits of the elements that it replaces, of their old bits, and, for
 the first file, of all elements before."""
 _KINDS = ("new", "replaced", "before")
-
-ROOM_FOR_CHANGES = 5
-"""A piece and its changes take at most this many times the memory of the piece."""
 
 
 class ChangeChain:
@@ -62,7 +59,7 @@ class ChangeChain:
         self._keys = keys
         self._parent = os.getpid()
         left_out = Selection((), selection.prefix).keys_of(keys.source).keys() - keys.fqns.keys()
-        kinds = {key: {(dtype_name(entry.properties.dtype), tuple(entry.size))} for key, entry in keys.tensors.items()}
+        kinds = {key: {(entry.dtype, entry.shape)} for key, entry in keys.tensors.items()}
         version = step_of(keys.source.path) if base_version is None else base_version
         problems = []
         for saved in self._chain:
@@ -91,23 +88,23 @@ class ChangeChain:
             for keys, all_keys in zip(changed, known, strict=True)
         ]
 
-    def apply(self, pieces: Iterable[tuple[str, Piece, torch.Tensor]], sums: ChangeSums) -> None:
+    def apply(self, pieces: Iterable[tuple[str, Piece, Memory]], sums: ChangeSums) -> None:
         """Applies the changes to boxes of tensors, in place.
 
         Args:
-            pieces: The new name of the tensor, the box, and its elements.
+            pieces: The new name of the tensor, the box, and the memory of its elements.
             sums: Those of the pieces are added to.
         """
         if os.getpid() != self._parent:
             torch.set_num_threads(1)  # threads that the parent has started do not live here
-        filled = [one for one in pieces if 0 not in one[1].sizes]
+        filled = [(key, piece, tensor_of(place, piece)) for key, piece, place in pieces if 0 not in piece.sizes]
         for key, piece, tensor in filled if self._chain else ():
             if key in self._chain[0].totals:
-                sums[0][2].add(key, int(sum_box(tensor, piece.offsets, tuple(self._keys.tensors[key].size)).item()))
+                sums[0][2].add(key, int(sum_box(tensor, piece.offsets, self._keys.tensors[key].shape).item()))
         for saved, (sums_new, sums_old, _) in zip(self._chain, sums, strict=True):
             changed = self._changed_keys(saved)
             own = [one for one in filled if one[0] in changed]
-            held = [held_piece(key, piece, self._keys.tensors[key].size) for key, piece, _ in own]
+            held = [held_piece(key, piece, self._keys.tensors[key].shape) for key, piece, _ in own]
             replacement = Replacement(held, [tensor for _, _, tensor in own], saved, saved.totals)
             for (key, _, _), old, new in zip(own, replacement.old_sums(), replacement.new_sums, strict=True):
                 sums_old.add(key, old)

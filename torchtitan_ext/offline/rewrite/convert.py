@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-import torch
-
-from torchtitan_ext.checkpoint.rules.casts import is_exact as is_exact_cast
-from torchtitan_ext.dcp_private import unflatten_state_dict
 from torchtitan_ext.errors import Problem, WrongValueError, named, refusal
 from torchtitan_ext.layout.layout import row_major_position
 from torchtitan_ext.offline.boxes import Piece, batched, cut, whole
@@ -23,12 +20,11 @@ from torchtitan_ext.offline.sources import FileSource
 from torchtitan_ext.offline.workers import Shares, run_tasks
 from torchtitan_ext.storage.checkpoint_files import sync_directory
 from torchtitan_ext.storage.commit.staged_target import staged_target, take_place
+from torchtitan_ext.storage.element_types import is_exact_cast, num_bytes_of
 from torchtitan_ext.storage.formats.safetensors_files import NAME_OF_DTYPE
 from torchtitan_ext.storage.formats.sparse_files import sync_files, write_parts
-from torchtitan_ext.storage.formats.torch_files import empty_tensors, write_without_data
 from torchtitan_ext.storage.formats.weights_directory import refuse_irreplaceable, replace_weights
 from torchtitan_ext.storage.progress import OnBytes
-from torchtitan_ext.storage.raw_tensor import NAMES
 from torchtitan_ext.storage.weights.layout import lay_out_weights, make_weights
 
 # A task is large enough that its start does not count, and small enough that processes end together.
@@ -62,7 +58,7 @@ def convert(
     *,
     to: NewFormat,
     selection: Selection | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: str | None = None,
     max_file_bytes: int = 5 * 10**9,
     overwrite: bool = False,
     max_bytes: int = 1 << 30,
@@ -104,7 +100,10 @@ def convert(
         write_checkpoint(MeshPlan(keys, None), target, shares, progress)
     elif to == "torch":
         with staged_target(Path(target), take_place) as staged:
-            _fill_files(keys, _lay_out_torch(keys, staged, weights_only), shares, progress)
+            torch_target = importlib.import_module("torchtitan_ext.offline.rewrite.torch_target")
+            offsets = torch_target.lay_out_torch(keys, staged, weights_only=weights_only)
+            places = [(whole(keys.fqns[key], entry), (staged, offsets[key])) for key, entry in keys.tensors.items()]
+            _fill_files(keys, sorted(places, key=itemgetter(1)), shares, progress)
             sync_files([staged])
     else:
         with staged_target(Path(target), replace_weights) as staged:
@@ -127,21 +126,21 @@ def _fill_files(keys: SelectedKeys, places: Sequence[_Destination], shares: Shar
     parts: list[_Destination] = []
     for tensor, (path, begin) in places:
         for piece in cut(tensor, shares.part_bytes):
-            offset = begin + row_major_position(piece.offsets, tensor.sizes) * piece.dtype.itemsize
+            offset = begin + row_major_position(piece.offsets, tensor.sizes) * num_bytes_of(piece.dtype, ())
             parts.append((piece, (path, offset)))
     tasks = list(batched(parts, _TASK_BYTES, max_count=len(parts)))
 
     def fill(number: int, on_bytes: OnBytes) -> None:
         for batch in keys.reader.read_batches(tasks[number], shares.part_bytes):
-            write_parts([(path, offset, tensor) for tensor, (path, offset) in batch])
-            on_bytes(sum(tensor.nbytes for tensor, _ in batch))
+            write_parts([(path, offset, place.ctypes.data, place.nbytes) for place, (path, offset) in batch])
+            on_bytes(sum(place.nbytes for place, _ in batch))
 
     run_tasks(fill, len(tasks), shares.num_processes, progress)
 
 
 def _lay_out_safetensors(keys: SelectedKeys, directory: Path, max_file_bytes: int) -> list[_Destination]:
     """Makes the files without data, and an index if there are several files."""
-    tensors = {key: (NAMES[entry.properties.dtype], tuple(entry.size)) for key, entry in keys.tensors.items()}
+    tensors = {key: (entry.dtype, entry.shape) for key, entry in keys.tensors.items()}
     odd = [key for key, (dtype, _) in tensors.items() if dtype not in NAME_OF_DTYPE]
     if odd:
         what = "is {}, which safetensors files have no name for; leave it out with --only, or convert to dcp or torch"
@@ -151,28 +150,11 @@ def _lay_out_safetensors(keys: SelectedKeys, directory: Path, max_file_bytes: in
     if len(files) > 1:
         sync_files([paths[-1]])
     places = [
-        (_whole(keys, key), (directory / name, offset))
+        (whole(keys.fqns[key], keys.tensors[key]), (directory / name, offset))
         for name, file in files.items()
         for key, offset in file.offsets.items()
     ]
     return sorted(places, key=itemgetter(1))
-
-
-def _lay_out_torch(keys: SelectedKeys, path: Path, weights_only: bool) -> list[_Destination]:
-    """Makes the file with its values, without the data of tensors."""
-    leaves: dict[str, Any] = dict(
-        empty_tensors({key: (entry.properties.dtype, entry.size) for key, entry in keys.tensors.items()})
-    )
-    leaves |= {key: keys.source.read_value(keys.fqns[key]) for key in keys.values}
-    ordered = {key: leaves[key] for key in keys.fqns}
-    state = unflatten_state_dict(ordered, {key: keys.paths[key] for key in ordered})
-    records = write_without_data(state, path, weights_only=weights_only)
-    return sorted(((_whole(keys, key), (path, records[key].offset)) for key in keys.tensors), key=itemgetter(1))
-
-
-def _whole(keys: SelectedKeys, key: str) -> Piece:
-    entry = keys.tensors[key]
-    return whole(keys.fqns[key], entry.properties.dtype, entry.size)
 
 
 def _refuse_other_kind(target: Path, to: NewFormat) -> None:

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
-
-import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
-from torch.distributed.checkpoint.planner import SavePlan
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.tables.component import WORLD_KEY, World, world_record
 from torchtitan_ext.layout.layout import Box, local_shards
-from torchtitan_ext.offline.boxes import Piece, cut
+from torchtitan_ext.layout.world import World
+from torchtitan_ext.offline.boxes import Memory, Piece, cut
 from torchtitan_ext.offline.placement_rules import DimOf, Placed, PlacementRules
-from torchtitan_ext.offline.rewrite.changes import ROOM_FOR_CHANGES, ChangeChain, ChangeSums
 from torchtitan_ext.offline.rewrite.targets import refuse_existing
 from torchtitan_ext.offline.selection import SelectedKeys, Selection
-from torchtitan_ext.offline.sources import FileSource
+from torchtitan_ext.offline.sources import DcpSource, FileSource
 from torchtitan_ext.offline.workers import Shares, run_tasks
-from torchtitan_ext.storage.commit.commit import find_place
-from torchtitan_ext.storage.native.file_writer import BLOCK_BYTES, FileWriter
-from torchtitan_ext.storage.native.shared_files import WrittenFiles
+from torchtitan_ext.storage.checkpoint_files import BLOCK_BYTES
+from torchtitan_ext.storage.commit.branch import remember_step
+from torchtitan_ext.storage.commit.commit import begin_save, notes_of_save
+from torchtitan_ext.storage.element_types import ELEMENT_TYPES
+from torchtitan_ext.storage.metadata.saved_metadata import DCP_VERSION, WORLD_KEY
 from torchtitan_ext.storage.progress import OnBytes
-from torchtitan_ext.storage.raw_tensor import ELEMENT_TYPES, NAMES
+
+if TYPE_CHECKING:
+    from torchtitan_ext.offline.rewrite.changes import ChangeChain, ChangeSums
+
+# A piece and its changes take at most this many times the memory of the piece.
+_ROOM_FOR_CHANGES = 5
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ def reshard(
     mesh: Mapping[str, int] | None = None,
     rules: Mapping[str, DimOf] | None = None,
     selection: Selection | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: str | None = None,
     changes: Sequence[str | os.PathLike[str]] = (),
     base_version: int | None = None,
     overwrite: bool = False,
@@ -88,14 +92,18 @@ def reshard(
         OSError: A file cannot be read or written.
     """
     refuse_existing(Path(target), overwrite)
-    placements = None if mesh is None else PlacementRules(mesh, rules, metadata=source.metadata, operation="reshard")
+    placements = None if mesh is None else PlacementRules(mesh, rules, saved=source.state, operation="reshard")
     keys = SelectedKeys(source, selection or Selection(), dtype)
     plan = MeshPlan(keys, placements)
-    chain = ChangeChain(changes, keys, selection or Selection(), base_version)
-    shares = keys.divide(max_bytes // ROOM_FOR_CHANGES if changes else max_bytes, num_processes)
+    report = ReshardReport(plan.num_ranks, len(keys.fqns), keys.num_bytes, tuple(plan.assumed))
+    if not changes:
+        write_checkpoint(plan, target, keys.divide(max_bytes, num_processes), progress, sync=sync)
+        return report
+    of_changes = importlib.import_module("torchtitan_ext.offline.rewrite.changes")
+    chain: ChangeChain = of_changes.ChangeChain(changes, keys, selection or Selection(), base_version)
+    shares = keys.divide(max_bytes // _ROOM_FOR_CHANGES, num_processes)
     write_checkpoint(plan, target, shares, progress, sync=sync, chain=chain)
-    assumed = tuple(plan.assumed)
-    return ReshardReport(plan.num_ranks, len(keys.fqns), keys.num_bytes, assumed, chain.num_changed, chain.version)
+    return replace(report, num_changed=chain.num_changed, version=chain.version)
 
 
 def write_checkpoint(
@@ -108,13 +116,11 @@ def write_checkpoint(
     chain: ChangeChain | None = None,
 ) -> None:
     """Writes the files of the plan's ranks, with changes, and commits them together if these fit."""
-    writer = FileWriter(target, sync=sync, branch="keep")
-    writer.set_up_storage_writer(True, rank=0)
-    writer.prepare_global_plan([SavePlan([])])
+    save = begin_save(Path(target), uuid.uuid4().hex, None)
+    place = save.place
     try:
-        place = find_place(Path(target), 0, is_own=False)
 
-        def write(rank: int, on_bytes: OnBytes) -> tuple[WrittenFiles | None, ChangeSums]:
+        def write(rank: int, on_bytes: OnBytes) -> tuple[_core.RankFile | None, ChangeSums]:
             sums: ChangeSums = [] if chain is None else chain.no_sums()
             parts, values = list(plan.parts_of(rank, shares.part_bytes)), plan.values_of(rank)
             if not parts and not values:
@@ -123,30 +129,35 @@ def write_checkpoint(
             file = _core.RecordWriter(os.fsencode(place.directory / name), BLOCK_BYTES, shares.num_threads, sync)
             for key in values:
                 content = plan.keys.source.value_record(plan.keys.fqns[key])  # must live until it is written
-                file.add_record((key, None, None), "", (), content.data_ptr(), content.numel())
+                file.add_record((key, None, None), "", (), content.ctypes.data, content.nbytes)
                 file.write_queued()
             for batch in plan.keys.reader.read_batches(parts, shares.part_bytes):
                 if chain is not None:
-                    chain.apply(((part.key, part.piece, tensor) for tensor, part in batch), sums)
+                    chain.apply(((part.key, part.piece, memory) for memory, part in batch), sums)
                 _write_parts(file, batch)
-                on_bytes(sum(tensor.nbytes for tensor, _ in batch))
-            return WrittenFiles([file.finish(name, bytes.fromhex(place.save_id), rank)]), sums
+                on_bytes(sum(memory.nbytes for memory, _ in batch))
+            return file.finish(name, bytes.fromhex(place.save_id), rank), sums
 
         written = run_tasks(write, plan.num_ranks, shares.num_processes, progress)
         if chain is not None:
             chain.check([sums for _, sums in written])
-        writer.finish(plan.metadata(), [files for files, _ in written])
-    finally:
-        writer.abandon()
+        files = [file for file, _ in written if file is not None]
+        save.check_names([file.name for file in files])
+        content = plan.metadata(target, place.save_id, files)
+        save.commit_files(files, content, notes_of_save(plan.num_ranks), sync=sync)
+    except BaseException:
+        save.abandon()
+        raise
+    remember_step(place.target)
 
 
-def _write_parts(file: _core.RecordWriter, batch: Sequence[tuple[torch.Tensor, _WrittenPart]]) -> None:
-    for tensor, part in batch:
+def _write_parts(file: _core.RecordWriter, batch: Sequence[tuple[Memory, _WrittenPart]]) -> None:
+    for memory, part in batch:
         if part.is_first:
             chunk = part.chunk
             key = (part.key, chunk.offsets, part.position)
-            file.begin_tensor(key, NAMES[chunk.dtype], chunk.sizes, ELEMENT_TYPES[chunk.dtype])
-        file.add_bytes(tensor.data_ptr(), tensor.nbytes)
+            file.begin_tensor(key, chunk.dtype, chunk.sizes, ELEMENT_TYPES[chunk.dtype])
+        file.add_bytes(memory.ctypes.data, memory.nbytes)
         if part.is_last:
             file.end_tensor()
     file.write_queued()
@@ -172,7 +183,6 @@ class _Cut:
 
     boxes: list[Box]
     holders: list[list[int]]
-    chunks: list[ChunkStorageMetadata]
     boxes_of_rank: Mapping[int, list[int]]
 
 
@@ -196,17 +206,16 @@ class MeshPlan:
         self.rules = rules
         self.num_ranks = 1 if rules is None else len(rules.mesh.ranks)
         if rules is not None:
-            rules.check_used({key: entry.size for key, entry in keys.tensors.items()})
+            rules.check_used({key: entry.shape for key, entry in keys.tensors.items()})
         self.assumed: list[str] = []
         cuts: dict[tuple[tuple[int, ...], Placed], _Cut] = {}
         self._cuts: dict[str, _Cut] = {}
         for key, entry in keys.tensors.items():
-            shape = tuple(entry.size)
-            placed = Placed(None, ()) if rules is None else rules.place(key, shape, keys.reader.chunk_list(entry))
+            placed = Placed(None, ()) if rules is None else rules.place(key, entry.shape, entry.chunks)
             self.assumed += [key] if placed.is_assumed else []
-            alike = (shape, placed)
+            alike = (entry.shape, placed)
             if alike not in cuts:
-                cuts[alike] = self._cut(shape, placed)
+                cuts[alike] = self._cut(entry.shape, placed)
             self._cuts[key] = cuts[alike]
 
     def parts_of(self, rank: int, max_bytes: int) -> Iterator[tuple[Piece, _WrittenPart]]:
@@ -216,7 +225,7 @@ class MeshPlan:
             for position in of_key.boxes_of_rank.get(rank, ()):
                 holders = of_key.holders[position]
                 if holders[number % len(holders)] == rank:
-                    chunk = Piece(self.keys.fqns[key], entry.properties.dtype, *of_key.boxes[position])
+                    chunk = Piece(self.keys.fqns[key], entry.dtype, *of_key.boxes[position])
                     pieces = list(cut(chunk, max_bytes)) or [chunk]
                     for piece in pieces:
                         yield piece, _WrittenPart(key, position, chunk, piece, piece is pieces[0], piece is pieces[-1])
@@ -225,19 +234,37 @@ class MeshPlan:
         """The keys of the values that a rank writes."""
         return self.keys.values[rank :: self.num_ranks]
 
-    def metadata(self) -> Metadata:
-        """The metadata of the new checkpoint, without the places of its records."""
-        entries = {
-            key: replace(self.keys.tensors[key], chunks=self._cuts[key].chunks)
-            if key in self.keys.tensors
-            else self.keys.source.metadata.state_dict_metadata[fqn]
-            for key, fqn in self.keys.fqns.items()
-        }
+    def metadata(self, target: str | os.PathLike[str], save_id: str, files: Sequence[_core.RankFile]) -> bytes:
+        """The ``.metadata`` of the new checkpoint."""
+        source, columns = self.keys.source, _core.MetadataColumns()
+        saved = source.columns if isinstance(source, DcpSource) else None
+        lists: dict[int, int] = {}
+        for key, fqn in self.keys.fqns.items():
+            entry = self.keys.tensors.get(key)
+            if entry is None:
+                columns.add_value(key)
+                continue
+            of_key = self._cuts[key]
+            if id(of_key) not in lists:
+                lists[id(of_key)] = columns.add_chunk_list(of_key.boxes)
+            number = None if saved is None else saved.find_key(fqn)
+            like = None if saved is None or number is None else saved.key(number)
+            columns.add_tensor(key, entry.dtype, entry.shape, lists[id(of_key)], like)
+        for file in files:
+            columns.add_records(file)
         planner_data: dict[str, object] = dict(self.keys.paths)
         mesh = None if self.rules is None else self.rules.mesh
         axes = {} if mesh is None else dict(zip(mesh.dim_names or (), mesh.shape, strict=True))
-        planner_data.setdefault(WORLD_KEY, world_record(World(self.num_ranks, axes)))
-        return Metadata(entries, planner_data=planner_data)
+        planner_data.setdefault(WORLD_KEY, World(self.num_ranks, axes).record())
+        storage_meta: dict[str, object] = {
+            "checkpoint_id": (os.fspath(target),),
+            "save_id": save_id,
+            "load_id": None,
+            "modules": [],
+        }
+        content = columns.to_pickle(planner_data, storage_meta, DCP_VERSION)
+        assert content is not None, "paths of keys are plain, please report"
+        return content
 
     def _cut(self, shape: tuple[int, ...], placed: Placed) -> _Cut:
         # A plain tensor is whole on every rank; a tensor without elements has one empty chunk.
@@ -253,5 +280,4 @@ class MeshPlan:
         for position, box in enumerate(boxes):
             for rank in holders[box]:
                 boxes_of_rank.setdefault(rank, []).append(position)
-        chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
-        return _Cut(boxes, [holders[box] for box in boxes], chunks, boxes_of_rank)
+        return _Cut(boxes, [holders[box] for box in boxes], boxes_of_rank)

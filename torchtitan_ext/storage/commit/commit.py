@@ -18,18 +18,23 @@ import errno
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import CheckpointFailedError, only_printed
 from torchtitan_ext.storage.checkpoint_files import (
     DATA_SUFFIX,
+    NO_METADATA,
     index_path,
     metadata_path,
+    safetensors_paths,
     sharing_save,
     sync_directory,
     write_file,
@@ -52,6 +57,9 @@ from torchtitan_ext.storage.commit.save_lock import SaveLock, read_lock, remove_
 
 # The coordinator makes the lock before any rank looks for it; some network file systems show it later.
 _SHOWN_SECONDS = 10.0
+
+# Read once: it takes half a millisecond, as long as the rest of a small save.
+_VERSION = version("torchtitan-ext")
 
 _LOCK_OF_RANK = re.compile(r"__\d+\.tte_save")
 
@@ -159,6 +167,29 @@ class RunningSave:
                 raise raised
         return final if metadata is None else path
 
+    def commit_files(
+        self,
+        files: Sequence[_core.RankFile],
+        metadata: bytes | None,
+        notes: Sequence[tuple[str, str]],
+        *,
+        tables: bytes = b"",
+        has_sums: bool = False,
+        sync: bool,
+        confirm: Callable[[], None] = lambda: None,
+    ) -> tuple[Path, bytes]:
+        """``commit`` with an index of the files of all ranks, and ``tables`` in it where they replace ``.metadata``.
+
+        Returns:
+            What ``commit`` does, and the bytes of the file at that path.
+        """
+        content = metadata or b""
+        num_bytes = NO_METADATA if metadata is None else len(metadata)
+        save_id = bytes.fromhex(self.place.save_id)
+        index = _core.encode_index(save_id, num_bytes, _core.digest(content), notes, files, tables, has_sums=has_sums)
+        path = self.commit(index, metadata, sync=sync, confirm=confirm)
+        return path, index if metadata is None else metadata
+
     def abandon(self) -> None:
         """Removes the files of a save that has failed on all ranks; the target stays as it was. If the rename may have
         taken effect, no file is removed: the new or the replaced files may be the only checkpoint."""
@@ -203,6 +234,13 @@ class RunningSave:
         self._lock.release()
 
 
+def notes_of_save(num_ranks: int) -> list[tuple[str, str]]:
+    """The notes of a save in its index."""
+    torch: Any = sys.modules.get("torch")
+    torch_version = version("torch") if torch is None else torch.__version__
+    return [("world_size", str(num_ranks)), ("torch", torch_version), ("torchtitan_ext", _VERSION)]
+
+
 def begin_save(
     path: Path, save_id: str, rank: int | None, *, names_have_id: bool = False, earlier: Path | None = None
 ) -> RunningSave:
@@ -215,10 +253,17 @@ def begin_save(
 
     Raises:
         SaveInProgressError: Another save is under way there.
+        FileExistsError: The target holds safetensors.
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_dir():
         raise NotADirectoryError(f"save: got a file, expected a directory: '{target}'")
+    weights = safetensors_paths(target) if target.is_dir() else []
+    if weights:
+        raise FileExistsError(
+            f"{target} holds {weights[0].name}, old weights that Hugging Face's libraries would open in place of this "
+            "checkpoint; save to another directory, or remove them first"
+        )
     new_parents = make_directories(target.parent)
     lock_file = lock_path(target, rank)
     if lock_file.parent == target:

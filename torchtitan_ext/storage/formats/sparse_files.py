@@ -1,4 +1,4 @@
-"""Makes files with holes, and writes tensors to their places in them."""
+"""Makes files with holes, and writes bytes to their places in them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,25 +6,24 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import torch
-
 from torchtitan_ext import _core
 
 
-def write_parts(parts: Sequence[tuple[Path, int, torch.Tensor]], *, sync: bool = False) -> None:
-    """Writes contiguous tensors on the CPU at byte offsets of files, and starts their write-back.
+def write_parts(parts: Sequence[tuple[Path, int, int, int]], *, sync: bool = False) -> None:
+    """Writes memory to files, and starts their write-back.
 
     Args:
+        parts: Each a file, the byte at which it is written there, an address, and a number of bytes.
         sync: Whether to wait until they are on the disk.
 
     Raises:
         OSError: Names the file.
     """
     runs = _core.RunWriter()
-    paths = dict.fromkeys(path for path, _, _ in parts)
+    paths = dict.fromkeys(path for path, *_ in parts)
     files = {path: runs.add_file(os.fsencode(path), path.stat().st_size) for path in paths}
-    for path, offset, tensor in parts:
-        runs.add_box(files[path], 1, (tensor.nbytes,), tensor.data_ptr(), (1,), offset, (1,))
+    for path, offset, address, num_bytes in parts:
+        runs.add_box(files[path], 1, (num_bytes,), address, (1,), offset, (1,))
     runs.write(1, True)
     runs.finish(1, sync)
 

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from torchtitan_ext import _core
@@ -119,7 +121,14 @@ def read_torch_file(path: Path, *, weights_only: bool) -> PlainFiles:
         with_data = _load(path, weights_only, "cpu").values
         values = {fqn: with_data[fqn] for fqn in values}
     places = {fqn: [((0,) * flat.values[fqn].dim(), record)] for fqn, record in tensors.items()}
-    return PlainFiles(path, places, values, flat.stock_paths)
+    return PlainFiles(path, places, values, flat.stock_paths, _saved)
+
+
+def _saved(value: Any) -> npt.NDArray[np.uint8]:
+    """The bytes of a value as ``torch.save`` writes it."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return np.frombuffer(stream.getbuffer(), dtype=np.uint8)
 
 
 def empty_tensors(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> dict[str, torch.Tensor]:
@@ -164,7 +173,7 @@ def write_without_data(state: Mapping[str, Any], path: Path, *, weights_only: bo
     for number, storage in enumerate(_StorageList(state).storages):
         begin, _ = entries[f"data/{number}"]
         if begin not in offsets and storage.nbytes():
-            write_parts([(path, begin, torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))])
+            write_parts([(path, begin, storage.data_ptr(), storage.nbytes())])
     return records
 
 

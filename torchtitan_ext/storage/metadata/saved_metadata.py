@@ -15,8 +15,12 @@ from typing import Any, TypeGuard
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError, warn
+from torchtitan_ext.layout.world import World
 from torchtitan_ext.storage.checkpoint_files import index_path, metadata_path, parse_index, shown
 from torchtitan_ext.storage.commit.opened import OpenedCheckpoint
+
+DCP_VERSION = "1.0.0"
+"""The version of DCP's format that is written, and the highest that is read."""
 
 WORLD_KEY = "torchtitan_ext.world"
 """The entry of ``planner_data`` in which a save notes the world that wrote it; left out if the state has such a key."""
@@ -53,18 +57,18 @@ class SavedMetadata:
         """The number of ranks that saved (``None`` if unknown), and the sizes of their named mesh axes."""
         recorded = recorded_world(self.planner_data)
         if recorded is not None:
-            return recorded
+            return recorded.size, dict(recorded.mesh)
         size = "" if self.index is None else self.index.notes.get("world_size", "")
         return int(size) if size.isdecimal() else None, {}
 
 
-def recorded_world(planner_data: Any) -> tuple[int, dict[str, int]] | None:
+def recorded_world(planner_data: Any) -> World | None:
     """The number of ranks that saved and their named mesh axes, as our saves note them; ``None`` without a note."""
     record = planner_data.get(WORLD_KEY) if isinstance(planner_data, dict) else None
     size, mesh = (record.get("size"), record.get("mesh")) if isinstance(record, dict) else (None, None)
     if not _is_count(size) or not isinstance(mesh, dict):
         return None
-    return size, {axis: length for axis, length in mesh.items() if isinstance(axis, str) and _is_count(length)}
+    return World(size, {axis: length for axis, length in mesh.items() if isinstance(axis, str) and _is_count(length)})
 
 
 def recorded_path(planner_data: Any, fqn: str) -> tuple[str | int, ...] | None:

@@ -6,11 +6,11 @@ import dataclasses
 import functools
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,27 +22,19 @@ from torch.futures import Future
 from torchtitan_ext import _core
 from torchtitan_ext.dcp_private import ExtensionRegistry
 from torchtitan_ext.errors import DamagedCheckpointError, SavedOverError, warn
-from torchtitan_ext.storage.checkpoint_files import (
-    Record,
-    describe_damage,
-    find_stock_tensors,
-    is_local,
-    shown,
-    thread_count_of,
-)
+from torchtitan_ext.storage.checkpoint_files import Record, is_local
 from torchtitan_ext.storage.commit.branch import remember_step
-from torchtitan_ext.storage.commit.opened import Footers, OpenedCheckpoint
+from torchtitan_ext.storage.commit.opened import Footers
 from torchtitan_ext.storage.futures import finished
 from torchtitan_ext.storage.metadata.lazy_metadata import PROPERTIES
 from torchtitan_ext.storage.metadata.metadata_file import metadata_of
 from torchtitan_ext.storage.metadata.saved_metadata import SavedMetadata, read_index_beside, read_without_index
 from torchtitan_ext.storage.native.device_buckets import bucket_bytes_of
-from torchtitan_ext.storage.native.fills import OpenFiles
+from torchtitan_ext.storage.native.open_files import OpenFiles
 from torchtitan_ext.storage.native.read_batch import ReadBatch
+from torchtitan_ext.storage.native.verified_files import VerifiedFiles, Verify
 from torchtitan_ext.storage.progress import progress
 from torchtitan_ext.storage.raw_tensor import DTYPES
-
-Verify = Literal["auto", "all", "none"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +66,7 @@ class ForeseenPlan(LoadPlan):
         return LoadPlan, (self.items, self.storage_data, self.planner_data)
 
 
-class FileReader(StorageReader):
+class FileReader(VerifiedFiles, StorageReader):
     """Drop-in for ``FileSystemReader``, as ``storage_reader=`` to ``dcp.load`` or ``tte.load``; for any planner.
 
     Reads checkpoints of ``FileWriter`` and of stock ``FileSystemWriter``. If stock has saved over one of ours, it is
@@ -97,13 +89,8 @@ class FileReader(StorageReader):
     """
 
     _of_different_saves = "ranks have read the metadata of different saves"
-    _opened: OpenedCheckpoint | None
     _saved: SavedMetadata | None
     _mark: MetadataMark | None
-    _index: _core.Index | None
-    _footers: Footers
-    _stock_tensors: dict[tuple[str, int], _core.StoredTensor | None]
-    _blocks: _core.BlockLedger
 
     def __init__(
         self,
@@ -113,19 +100,12 @@ class FileReader(StorageReader):
         thread_count: int | None = None,
         _extension_registry: ExtensionRegistry | None = None,
     ) -> None:
-        super().__init__()
         if verify not in ("auto", "all", "none"):
             raise ValueError(f"FileReader: got verify={verify!r}, expected 'auto', 'all' or 'none'")
-        self.path = Path(path)
-        self.verify = verify
-        self.thread_count = thread_count
-        thread_count_of(thread_count)
+        super().__init__(Path(path), verify, thread_count)
         self.load_id = uuid.uuid4().hex
         self.storage_data: dict[Any, Any] = {}
-        self.leaves_blocks = False
-        """Whether blocks of which little is read are left to ``verify_blocks``: the ranks of the load share them."""
         self._is_coordinator = False
-        self._forget()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:
@@ -199,13 +179,6 @@ class FileReader(StorageReader):
         return finished(read)
 
     @property
-    def files(self) -> OpenedCheckpoint:
-        """The files of the checkpoint that was opened first; later saves do not change them."""
-        if self._opened is None:
-            self._opened = OpenedCheckpoint(self.path)
-        return self._opened
-
-    @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
         return self.path
 
@@ -213,35 +186,12 @@ class FileReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return is_local(checkpoint_id)
 
-    def find_records(self, indices: Sequence[MetadataIndex]) -> list[Record]:
-        """Where chunks of tensors lie, for reads without a plan."""
-        infos = [self._info_of(index) for index in indices]
-        places: dict[str, dict[int, int]] = {}
-        for info in infos:
-            places.setdefault(info.relative_path, {})[info.offset] = info.length
-        tensors = {name: self._tensors_of(name, of_file) for name, of_file in places.items()}
-        return [_record_of(info, tensors[info.relative_path].get(info.offset)) for info in infos]
-
     def are_plain(self, indices: Sequence[MetadataIndex]) -> list[bool]:
         """Whether parts of these chunks can be read alone; else only ``torch.load`` can read their records."""
         try:
             return [record.tensor is not None for record in self.find_records(indices)]
         except (_core.FormatError, UnicodeDecodeError) as error:
             raise DamagedCheckpointError(str(error)) from None
-
-    @property
-    def has_sums(self) -> bool:
-        """Whether the save took sums of its records; from ``set_up_storage_reader`` on."""
-        return self._index is not None and self._index.has_sums
-
-    def find_sums(self, indices: Sequence[MetadataIndex]) -> list[int | None]:
-        """The stored sums of chunks of tensors; ``None`` of those that have none."""
-        infos = [self._info_of(index) for index in indices]
-        if self._index is None:
-            return [None] * len(infos)
-        sum_of = self._index.sum_of
-        pairs = zip(indices, infos, strict=True)
-        return [sum_of(info.relative_path, info.offset, index.fqn) for index, info in pairs]
 
     def read_box(self, index: MetadataIndex, offsets: Sequence[int], place: torch.Tensor) -> None:
         """Fills a CPU tensor with the part of a chunk at these offsets, without a plan.
@@ -258,86 +208,19 @@ class FileReader(StorageReader):
         files.add_box(record.file, record.tensor, offsets, place.shape, place.data_ptr(), place.stride())
         files.read()
 
-    def open_file(self, runs: _core.RunReader, name: str) -> int:
-        """Adds a file with its checksums to a RunReader, and returns its number there.
-
-        Raises:
-            FormatError: The file is not the one that the index names, or its footer is damaged. Without an index: the
-                file is ours and has no footer, or belongs to another save.
-            OSError: The file cannot be read.
-        """
-        path, descriptor = shown(self.path / name), self.files.descriptor(name)
-        indexed = None if self._index is None else self._index.files.get(name)
-        if self.verify == "none":
-            return runs.add_file(path, -1 if indexed is None else indexed.num_bytes, descriptor)
-        file = indexed or self._footers.find(self.path / name, descriptor)
-        if file is None:
-            return runs.add_file(path, -1, descriptor)
-        save_id = b"" if self._index is None else self._index.save_id
-        return runs.add_checked_file(path, file, save_id, descriptor, self._blocks)
-
-    def read_runs(self, runs: _core.RunReader, names: list[str]) -> None:
-        """Reads all that was added to a RunReader.
-
-        Args:
-            names: Names of the files, by their numbers.
-
-        Raises:
-            DamagedCheckpointError: Blocks do not match their checksums.
-        """
-        auto = "mostly" if self.leaves_blocks else "once"
-        damaged = runs.read(thread_count_of(self.thread_count), auto if self.verify == "auto" else self.verify)
-        if damaged:
-            blocks = [(names[block.file], block.begin, block.end) for block in damaged]
-            parts = (
-                _core.Part(place.fqn, place.offset, info.relative_path, info.offset, info.length)
-                for place, info in self.storage_data.items()
-            )
-            text = describe_damage(self.path, blocks, parts, self._index)
-            raise DamagedCheckpointError(
-                text, "; storage_reader=FileReader(path, verify='none') takes the bytes as they are"
-            )
-
-    @property
-    def has_unverified_blocks(self) -> bool:
-        """Whether this reader has left blocks: touched, not verified."""
-        return self.verify == "auto" and bool(self._blocks.unverified())
-
-    def describe_blocks(self) -> bytes:
-        """What this reader did with the blocks of the files, for ``_core.deal_blocks`` over all ranks."""
-        return self._blocks.message(self.files.copy)
-
-    def verify_blocks(self, ranges: Sequence[_core.BlockRange]) -> None:
-        """Reads blocks, and compares them with their checksums.
-
-        Raises:
-            DamagedCheckpointError: Blocks do not match their checksums.
-            OSError: A file cannot be read.
-        """
-        for name, of_file in groupby(ranges, key=lambda one: one.file):
-            runs = _core.RunReader()
-            file = self.open_file(runs, name)
-            for one in of_file:
-                runs.add_blocks(file, one.first, one.last)
-            self.read_runs(runs, [name])
-
     @property
     def files_reader(self) -> FileReader:
         """The reader of the files: this one, unless a transform lies between."""
         return self
 
     def _forget(self) -> None:
+        super()._forget()
         # Digest of the file that the metadata was read from: equal on ranks that see the same checkpoint.
         self.metadata_digest = ""
         # Bytes of the wanted items since the metadata was read, without gaps between them.
         self.num_bytes_read = 0
-        self._opened = None
         self._saved = None
         self._mark = None
-        self._index = None
-        self._footers = Footers(None)
-        self._stock_tensors = {}
-        self._blocks = _core.BlockLedger()
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         records = self._records_of(plan.items)
@@ -379,37 +262,26 @@ class FileReader(StorageReader):
         by_file: dict[str, list[tuple[ReadItem, Record]]] = {}
         for item in items:
             is_value = item.type == LoadItemType.BYTE_IO
-            record = _record_of(self._info_of(item.storage_index), None) if is_value else next(found)
+            record = Record(*self._place_of(item.storage_index), None) if is_value else next(found)
             by_file.setdefault(record.file, []).append((item, record))
         return [pair for of_file in by_file.values() for pair in of_file]
 
-    def _info_of(self, index: MetadataIndex) -> Any:
-        info = self.storage_data[index]
+    def _place_of(self, key: Any) -> tuple[str, int, int]:
+        info = self.storage_data[key]
         if getattr(info, "transform_descriptors", None):
             raise ValueError(
-                f"{index.fqn} was saved through an extension ({info.transform_descriptors}); "
+                f"{key.fqn} was saved through an extension ({info.transform_descriptors}); "
                 "load it with FileSystemReader"
             )
-        return info
+        return info.relative_path, info.offset, info.length
 
-    def _tensors_of(self, name: str, places: Mapping[int, int]) -> dict[int, _core.StoredTensor]:
-        """The plain tensors among some records of a file, by the records' offsets; ``places`` has their lengths."""
-        if self._index is not None and name in self._index.files:
-            return self._index.tensors(name)
-        new = {offset: length for offset, length in places.items() if (name, offset) not in self._stock_tensors}
-        num_threads, descriptor = thread_count_of(self.thread_count), self.files.descriptor(name)
-        for offset, tensor in find_stock_tensors(self.path / name, new, num_threads, descriptor).items():
-            self._stock_tensors[name, offset] = tensor
-        known = {offset: self._stock_tensors[name, offset] for offset in places}
-        return {offset: tensor for offset, tensor in known.items() if tensor is not None}
+    def _parts(self) -> Iterable[_core.Part]:
+        for place, info in self.storage_data.items():
+            yield _core.Part(place.fqn, place.offset, info.relative_path, info.offset, info.length)
 
 
 def _has_other_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _record_of(info: Any, tensor: _core.StoredTensor | None) -> Record:
-    return Record(info.relative_path, info.offset, info.length, tensor)
 
 
 def _wanted_bytes(records: Sequence[tuple[ReadItem, Record]]) -> int:

@@ -9,13 +9,12 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol, get_args, runtime_checkable
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, SerializationFormat
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter
@@ -26,12 +25,11 @@ from torchtitan_ext.dcp_private import StreamTransformExtension
 from torchtitan_ext.errors import Problem, WrongValueError, named, only_printed, refusal, warn
 from torchtitan_ext.layout.wrapper import without_slack
 from torchtitan_ext.storage.checkpoint_files import (
-    NO_METADATA,
+    BLOCK_BYTES,
     index_path,
     is_local,
     kept_name,
     metadata_path,
-    safetensors_paths,
     thread_count_of,
 )
 from torchtitan_ext.storage.commit.branch import (
@@ -44,18 +42,15 @@ from torchtitan_ext.storage.commit.branch import (
     remember_step,
     set_aside,
 )
-from torchtitan_ext.storage.commit.commit import RunningSave, SavePlace, begin_save, find_place
+from torchtitan_ext.storage.commit.commit import RunningSave, SavePlace, begin_save, find_place, notes_of_save
 from torchtitan_ext.storage.commit.steps import own_pattern
 from torchtitan_ext.storage.futures import finished
 from torchtitan_ext.storage.metadata.metadata_file import encode_metadata, encode_tables, send_as_place
+from torchtitan_ext.storage.metadata.saved_metadata import DCP_VERSION
 from torchtitan_ext.storage.native.device_buckets import OutgoingBuckets, bucket_bytes_of
 from torchtitan_ext.storage.native.shared_files import Unchanged, WrittenFiles, share_unchanged
 from torchtitan_ext.storage.progress import progress
 from torchtitan_ext.storage.raw_tensor import ELEMENT_TYPES, NAMES, raw_memory
-
-# XXH3 of a block is computed right after its write, so a block should fit into a core's cache. With smaller blocks
-# loads of few rows verify fewer bytes, and footers are larger.
-BLOCK_BYTES = 1 << 20
 
 # Pickled values and copies that a planner makes for the save are freed after so many bytes.
 BATCH_BYTES = 256 << 20
@@ -70,9 +65,6 @@ class FilePrefix:
 
 # Of a save that shares no files.
 _NOT_COMPARED = Unchanged()
-
-# Read once: it takes half a millisecond, as long as the rest of a small save.
-_VERSION = version("torchtitan-ext")
 
 
 @runtime_checkable
@@ -227,12 +219,6 @@ class FileWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.abandon()
-        weights = safetensors_paths(self.target) if self.target.is_dir() else []
-        if weights:
-            raise FileExistsError(
-                f"{self.target} holds {weights[0].name}, old weights that Hugging Face's libraries would open in place "
-                "of this checkpoint; save to another directory, or remove them first"
-            )
         # Steps of other jobs that are saved meanwhile are none that this save leaves behind.
         self._place_at_begin = self._place()
         earlier = self._earlier()
@@ -255,23 +241,22 @@ class FileWriter(StorageWriter):
         files = _core.join_shared([file for one in of_ranks for file in (*one.written, *one.shared)])
         self._save.check_names([file.name for file in files if file.save_id is None])
         self._save.remove_unused({file.name for file in files})
-        metadata.version = CURRENT_DCP_VERSION
+        metadata.version = DCP_VERSION
         metadata.storage_meta = self.storage_meta()
         # In place the rename of `.metadata` is the commit.
         needs_metadata = self.stock_metadata or not self._save.place.is_staged
-        content = encode_metadata(metadata, files) if needs_metadata else b""
+        content = encode_metadata(metadata, files) if needs_metadata else None
         tables = b"" if needs_metadata else encode_tables(metadata, files)
         place = self._place_at_begin
-        index = _core.encode_index(
-            bytes.fromhex(self.save_id),
-            len(content) if needs_metadata else NO_METADATA,
-            _core.digest(content),
-            notes_of_save(len(results)) + notes_of_place(place),
+        path, content = self._save.commit_files(
             files,
-            tables,
+            content,
+            notes_of_save(len(results)) + notes_of_place(place),
+            tables=tables,
             has_sums=self.fingerprints,
+            sync=self.sync,
+            confirm=self.confirm,
         )
-        path = self._save.commit(index, content if needs_metadata else None, sync=self.sync, confirm=self.confirm)
         self._save = None
         remember_step(self.target)
         if place is not None and place.newer:
@@ -281,7 +266,7 @@ class FileWriter(StorageWriter):
         if self.not_reused:
             with only_printed():
                 warn(f"save: what has not changed is written again: {self.not_reused}")
-        send_as_place(metadata, path, content if needs_metadata else index)
+        send_as_place(metadata, path, content)
 
     def abandon(self) -> None:
         """Removes the files of a save that has failed on all ranks. ``tte.save`` calls it on every rank; it acts on the
@@ -396,11 +381,6 @@ class FileWriter(StorageWriter):
 
 def _not_followed(argument: str, got: object, expected: str) -> WrongValueError:
     return WrongValueError(f"FileWriter: got {argument}={got!r}, expected {expected}")
-
-
-def notes_of_save(num_ranks: int) -> list[tuple[str, str]]:
-    """The notes of a save in its index."""
-    return [("world_size", str(num_ranks)), ("torch", torch.__version__), ("torchtitan_ext", _VERSION)]
 
 
 def ask_nobody() -> None:

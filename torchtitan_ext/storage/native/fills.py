@@ -5,126 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from torchtitan_ext import _core, ops
-from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError
+from torchtitan_ext import ops
+from torchtitan_ext.errors import CheckpointReadError
 from torchtitan_ext.layout.dtensor import is_plain_memory, is_wrapper, may_overlap_itself
 from torchtitan_ext.state.host_copies import BUCKET_BYTES, aligned, row_major_boxes, takes_operators
-from torchtitan_ext.storage.checkpoint_files import Record
 from torchtitan_ext.storage.native.device_buckets import IncomingBuckets
+from torchtitan_ext.storage.native.open_files import OpenFiles
 from torchtitan_ext.storage.progress import OnBytes
 from torchtitan_ext.storage.raw_tensor import converted
 
 # Elements that are not read into place pass through a buffer of this size: with casts 4 and 32 MiB were slower.
 BUFFER_BYTES = 8 << 20
-
-# Files that are read together: a process may have 1,024 open.
-_MAX_OPEN_FILES = 128
-
-
-class RecordFiles(Protocol):
-    """What reads the files of a checkpoint: a ``FileReader``, or another source of ``offline``."""
-
-    def find_records(self, indices: Sequence[MetadataIndex]) -> list[Record]:
-        """Where chunks lie."""
-        ...
-
-    def open_file(self, runs: _core.RunReader, name: str) -> int:
-        """Adds a file to a RunReader, and returns its number there."""
-        ...
-
-    def read_runs(self, runs: _core.RunReader, names: list[str]) -> None:
-        """Reads what was added."""
-        ...
-
-
-class OpenFiles:
-    """The files of a checkpoint that are read together. They stay open from one read to the next: opening a file again
-    reads the checksums of all its blocks again.
-
-    Attributes:
-        source: Reads them.
-    """
-
-    def __init__(self, source: RecordFiles) -> None:
-        self.source = source
-        self.close()
-
-    def add_box(
-        self,
-        name: str,
-        stored: _core.StoredTensor,
-        offsets: Sequence[int],
-        sizes: Sequence[int],
-        address: int,
-        strides: Sequence[int],
-    ) -> None:
-        """Adds a box of a stored tensor, and the memory that it goes to: no two of its elements share any.
-
-        Raises:
-            FormatError: The tensor has another number of dims, or the box does not lie in it, or it not in the file.
-        """
-        file = self._number_of(name)  # which may begin new runs
-        self._runs.add_box(file, stored, offsets, sizes, address, strides)
-
-    def add_part(
-        self,
-        name: str,
-        stored: _core.StoredTensor,
-        begin: Sequence[int],
-        inside: Sequence[int],
-        place: torch.Tensor,
-    ) -> None:
-        """Adds a box of a stored tensor whose offsets are given as two summands, and the CPU tensor that it fills."""
-        offsets = [first + offset for first, offset in zip(begin, inside, strict=True)]
-        self.add_box(name, stored, offsets, place.shape, place.data_ptr(), place.stride())
-
-    def add_bytes(self, name: str, offset: int, num_bytes: int) -> torch.Tensor:
-        """Adds bytes of a file. Returns the memory that they go to, 1-D uint8."""
-        file = self._number_of(name)
-        self._runs.check_bytes(file, offset, num_bytes)  # before memory is asked for
-        content = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-        self._runs.add_bytes(file, offset, num_bytes, content.data_ptr())
-        return content
-
-    def read(self) -> None:
-        """Reads what was added; after an error nothing of it is left.
-
-        Raises:
-            DamagedCheckpointError: Bytes are not what was written.
-        """
-        with self.forgotten_on_error():
-            self.source.read_runs(self._runs, list(self._numbers))
-
-    @contextmanager
-    def forgotten_on_error(self) -> Iterator[None]:
-        """The next call must not read what failed. Damage gets the error that callers know."""
-        try:
-            yield
-        except BaseException as error:
-            self.close()
-            if isinstance(error, (_core.FormatError, UnicodeDecodeError)):
-                raise DamagedCheckpointError(str(error)) from None
-            raise
-
-    def close(self) -> None:
-        """Forgets the files, and what was added and not read."""
-        self._runs = _core.RunReader()
-        self._numbers: dict[str, int] = {}
-
-    def _number_of(self, name: str) -> int:
-        """The number of a file; where too many are open, what was added is read first, and they close."""
-        if name not in self._numbers:
-            if len(self._numbers) >= _MAX_OPEN_FILES:
-                self.read()
-                self.close()
-            self._numbers[name] = self.source.open_file(self._runs, name)
-        return self._numbers[name]
-
 
 ReadInto = Callable[[Sequence[int], torch.Tensor], object]
 """Adds the reads of a part of a box: its offsets in the box, and the CPU tensor that these reads fill."""

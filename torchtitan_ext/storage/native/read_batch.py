@@ -6,6 +6,8 @@ import functools
 import io
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
@@ -13,7 +15,8 @@ from torchtitan_ext.errors import CheckpointReadError
 from torchtitan_ext.layout.dtensor import box_of, is_wrapper, local_view
 from torchtitan_ext.layout.wrapper import dense_values
 from torchtitan_ext.storage.checkpoint_files import Record
-from torchtitan_ext.storage.native.fills import Elements, Fills, OpenFiles, RecordFiles, copy_values
+from torchtitan_ext.storage.native.fills import Elements, Fills, copy_values
+from torchtitan_ext.storage.native.open_files import OpenFiles, RecordFiles
 from torchtitan_ext.storage.progress import OnBytes
 from torchtitan_ext.storage.raw_tensor import DTYPES
 
@@ -40,7 +43,7 @@ class ReadBatch:
         self.files = OpenFiles(files)
         self._fills = Fills(self.files, on_bytes=on_bytes, bucket_bytes=bucket_bytes)
         self._targets: list[tuple[ReadItem, torch.Tensor]] = []
-        self._values: list[tuple[ReadItem, torch.Tensor, torch.Tensor | None]] = []
+        self._values: list[tuple[ReadItem, npt.NDArray[np.uint8], torch.Tensor | None]] = []
         self._value_bytes = 0
         self._on_bytes = on_bytes
 
@@ -81,7 +84,7 @@ class ReadBatch:
         self._fills.read()
         self._on_bytes(self._value_bytes)
         for item, content, target in self._values:
-            stream = io.BytesIO(content.numpy().data)
+            stream = io.BytesIO(content.data)
             if target is None:
                 self._planner.load_bytes(item, stream)
                 continue

@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 
 from torchtitan_ext import _core
+from torchtitan_ext.layout.layout import row_major_strides
 from torchtitan_ext.state.host_copies import row_major_boxes
 from torchtitan_ext.storage.element_types import ITEM_BYTES
 from torchtitan_ext.storage.formats.safetensors_files import SafetensorsEntry
 from torchtitan_ext.storage.native.device_buckets import OutgoingBuckets, bucket_bytes_of
 from torchtitan_ext.storage.weights.one_writer import OneWriterPerFile
-from torchtitan_ext.storage.weights.placed import FilePart, row_major_strides
+from torchtitan_ext.storage.weights.placed import FilePart
 
 # What is queued is written after so many bytes: copies, which a planner or a cast has made, are freed then. The two
 # buckets of an accelerator have as many together.

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import Problem, refusal
-from torchtitan_ext.layout.layout import row_major_position
+from torchtitan_ext.layout.layout import row_major_position, row_major_strides
 from torchtitan_ext.storage.raw_tensor import NAMES, dtype_name, raw_memory
 from torchtitan_ext.storage.weights.layout import dtype_problems, name_problems, value_problem
 
@@ -102,7 +102,3 @@ def plain_value(item: WriteItem, value: torch.Tensor | io.BytesIO) -> torch.Tens
         detail = f"the planner gives {got}, and safetensors files need plain memory of the dtype that was planned"
         raise refusal("save", [Problem("unsupported_tensor", item.index.fqn, detail)])
     return raw
-
-
-def row_major_strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    return torch.empty(tuple(sizes), dtype=torch.uint8, device="meta").stride()

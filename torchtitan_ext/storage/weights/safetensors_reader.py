@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from torchtitan_ext import _core
@@ -23,7 +23,9 @@ from torchtitan_ext.storage.commit.opened import OpenedCheckpoint, identity_of
 from torchtitan_ext.storage.formats.detect import format_of
 from torchtitan_ext.storage.formats.plain_files import PlainFiles
 from torchtitan_ext.storage.formats.safetensors_files import ChunkRecord, find_safetensors
+from torchtitan_ext.storage.metadata.dcp_objects import metadata_of_state, places_of
 from torchtitan_ext.storage.native.file_reader import FileReader, MetadataMark
+from torchtitan_ext.storage.native.open_files import Chunk
 from torchtitan_ext.storage.raw_tensor import NAMES
 
 # Weights are replaced now and then, not all the time.
@@ -71,7 +73,8 @@ class SafetensorsReader(FileReader):
         ]
         self.metadata_digest = f"{_core.digest(repr(places).encode()):016x}"
         meta = StorageMeta(load_id=self.load_id)
-        return dataclasses.replace(files.metadata, storage_data=files.places(), storage_meta=meta)
+        metadata = metadata_of_state(files.state)
+        return dataclasses.replace(metadata, storage_data=places_of(files.records), storage_meta=meta)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if metadata.storage_data is None:
@@ -96,12 +99,9 @@ class SafetensorsReader(FileReader):
             self._opened = OpenedCheckpoint(self.path if self.path.is_dir() else self.path.parent, may_link=True)
         return self._opened
 
-    def find_records(self, indices: Sequence[MetadataIndex]) -> list[Record]:
-        infos = [self.storage_data[index] for index in indices]
-        return [
-            Record(info.relative_path, info.offset, info.length, self._stored(index, info))
-            for index, info in zip(indices, infos, strict=True)
-        ]
+    def find_records(self, keys: Sequence[Chunk]) -> list[Record]:
+        places = [self._place_of(key) for key in keys]
+        return [Record(*place, self._stored(key, place[1])) for key, place in zip(keys, places, strict=True)]
 
     def open_file(self, runs: _core.RunReader, name: str) -> int:
         return runs.add_file(shown(self.files.directory / name), -1, self._descriptor(name))
@@ -148,12 +148,12 @@ class SafetensorsReader(FileReader):
         self.files.trim()
         return descriptor
 
-    def _stored(self, index: MetadataIndex, info: Any) -> _core.StoredTensor:
-        entry = self._entries[index.fqn]
-        assert isinstance(entry, TensorStorageMetadata), f"{index.fqn} is no tensor, please report"
-        offsets = tuple(index.offset or ())
+    def _stored(self, key: Chunk, begin: int) -> _core.StoredTensor:
+        entry = self._entries[key.fqn]
+        assert isinstance(entry, TensorStorageMetadata), f"{key.fqn} is no tensor, please report"
+        offsets = tuple(key.offset or ())
         sizes = next(chunk.sizes for chunk in entry.chunks if tuple(chunk.offsets) == offsets)
-        return _core.StoredTensor(NAMES[entry.properties.dtype], sizes, None, info.offset)
+        return _core.StoredTensor(NAMES[entry.properties.dtype], sizes, None, begin)
 
     def _forget(self) -> None:
         super()._forget()

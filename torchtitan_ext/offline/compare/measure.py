@@ -1,0 +1,186 @@
+"""Where and how far tensors of two checkpoints differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchtitan_ext import _core
+from torchtitan_ext.layout.dtensor import as_bytes
+from torchtitan_ext.offline.boxes import Piece, cut, whole
+from torchtitan_ext.offline.compare.diff import Tolerance, ValueDifference
+from torchtitan_ext.offline.compare.side import Side
+from torchtitan_ext.offline.selection import Selection
+from torchtitan_ext.offline.sources import FileSource
+from torchtitan_ext.offline.torch_boxes import tensor_of
+from torchtitan_ext.storage.element_types import num_bytes_of
+from torchtitan_ext.storage.raw_tensor import dtype_name
+
+# For each element that differs: its position, and numbers and distances of 8 or 16 bytes.
+_BYTES_PER_DIFFERENT = 96
+
+_MAX_CELLS = 64
+
+_Numbers: TypeAlias = npt.NDArray[Any]
+
+
+def map_differences(
+    a: FileSource,
+    b: FileSource,
+    key: str,
+    *,
+    selection: Selection | None = None,
+    tolerance: Tolerance | None = None,
+    max_bytes: int = 256 << 20,
+) -> DifferenceMap:
+    """Where a tensor differs whose values ``diff`` found to differ. The arguments are those of ``diff``."""
+    one, other = (Side(source, selection or Selection()) for source in (a, b))
+    found = DifferenceMap(one.tensor(key).shape)
+    for piece, *pair in pieces_of(key, one, other, max_bytes):
+        flat_a, flat_b = (tensor.view(-1) for tensor in pair)
+        found.add(piece.offsets, piece.sizes, _positions_apart(flat_a, flat_b, tolerance or Tolerance()))
+    return found
+
+
+class DifferenceMap:
+    """Counts of different elements in at most 64 x 64 cells of the two largest dims, summed over all other dims.
+
+    Attributes:
+        shape: The shape of both tensors.
+        dims: The dims that give rows and columns of cells: one for a vector, none for a single number.
+        sizes: The sizes of these two dims; 1 for a dim that does not exist.
+        cell_sizes: Rows and columns of elements in a cell; the last cell of a row or column may have fewer.
+        counts: The number of different elements in each cell, by row and column.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+        self.dims = tuple(sorted(sorted(range(len(shape)), key=lambda dim: (-shape[dim], dim))[:2]))
+        rows, cols = (*(shape[dim] for dim in self.dims), 1, 1)[:2]
+        self.sizes = rows, cols
+        self.cell_sizes = -(-rows // _MAX_CELLS), -(-cols // _MAX_CELLS)
+        num_cells = [-(-size // cell) for size, cell in zip(self.sizes, self.cell_sizes, strict=True)]
+        self.counts = torch.zeros(num_cells, dtype=torch.int64, device="cpu")
+
+    def add(self, offsets: Sequence[int], sizes: Sequence[int], positions: torch.Tensor) -> None:
+        """Counts the different elements of a box of the tensor.
+
+        Args:
+            offsets, sizes: The box: a number per dim of the tensor.
+            positions: The different elements, int64, counted in the row-major order of the box.
+        """
+        inside = np.unravel_index(positions.numpy(), (1, *sizes))[1:]  # it knows no indices without dims
+        pairs = zip(self.dims, self.cell_sizes, strict=False)
+        cells = [torch.from_numpy((inside[dim] + offsets[dim]) // size) for dim, size in pairs]
+        row, col = (*cells, torch.zeros_like(positions), torch.zeros_like(positions))[:2]
+        self.counts.index_put_((row, col), torch.ones_like(positions), accumulate=True)
+
+
+def measure(key: str, one: Side, other: Side, tolerance: Tolerance, max_bytes: int) -> ValueDifference | None:
+    """How far two tensors are apart; ``None`` if no element differs by more than the tolerance."""
+    num_different = 0
+    first: tuple[tuple[int, ...], Any, Any] | None = None
+    max_abs: list[float] = []
+    max_rel: list[float] = []
+    for piece, *pair in pieces_of(key, one, other, max_bytes):
+        flat_a, flat_b = (tensor.view(-1) for tensor in pair)
+        positions = _positions_apart(flat_a, flat_b, tolerance)
+        if positions.numel() == 0:
+            continue
+        num_different += positions.numel()
+        if first is None:
+            position = int(positions[0])
+            inside = np.unravel_index(position, (1, *piece.sizes))[1:]
+            index = tuple(offset + int(place) for offset, place in zip(piece.offsets, inside, strict=True))
+            first = index, _shown(flat_a[position]), _shown(flat_b[position])
+        a, b = _numbers(flat_a[positions]), _numbers(flat_b[positions])
+        distance = _distances(a, b)
+        with np.errstate(invalid="ignore"):  # 0 and -0, or two infinities
+            relative = distance / np.maximum(_magnitudes(a), _magnitudes(b))
+        is_finite = np.isfinite(distance)
+        max_abs.append(distance[is_finite].max(initial=0).item())
+        max_rel.append(np.nan_to_num(relative[is_finite]).max(initial=0.0).item())
+    if first is None:
+        return None
+    return ValueDifference(num_different, math.prod(one.tensor(key).shape), *first, max(max_abs), max(max_rel))
+
+
+def pieces_of(
+    key: str, one: Side, other: Side, max_bytes: int, bytes_per_element: int = _BYTES_PER_DIFFERENT
+) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor]]:
+    """The pieces of two tensors, in row-major order; the tensors are valid until the next ones are asked for.
+
+    Args:
+        bytes_per_element: What the caller needs for an element of a piece, beside the elements and a mask of them.
+    """
+    item_bytes = num_bytes_of(one.tensor(key).dtype, ())
+    # Both pieces, copies of what differs, and the bits of a comparison of all bytes.
+    # Allocators keep as much again: half of the memory is left to them.
+    num_elements = max(max_bytes // 2 // (5 * item_bytes + bytes_per_element), 1)
+    batches = []
+    for side in (one, other):
+        pieces = cut(whole(side.fqns[key], one.tensor(key)), num_elements * item_bytes)
+        batches.append(side.reader.read_batches(((piece, piece) for piece in pieces), num_elements * item_bytes))
+    for batch_a, batch_b in zip(*batches, strict=True):
+        for (a, piece), (b, _) in zip(batch_a, batch_b, strict=True):
+            yield piece, tensor_of(a, piece), tensor_of(b, piece)
+
+
+def _positions_apart(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> torch.Tensor:
+    """The positions at which two vectors differ by more than the tolerance."""
+    if torch.equal(as_bytes(a), as_bytes(b)):
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    item_bytes = a.element_size()
+    has_other_bits = as_bytes(a).view(-1, item_bytes) != as_bytes(b).view(-1, item_bytes)
+    positions = has_other_bits.any(dim=1).nonzero().view(-1)
+    if tolerance.is_exact:
+        return positions
+    return positions[torch.from_numpy(~_are_close(_numbers(a[positions]), _numbers(b[positions]), tolerance))]
+
+
+def _numbers(values: torch.Tensor) -> _Numbers:
+    """Floats as float64 or complex128; integers as they are, since a float64 cannot hold all of 64 bits."""
+    if values.dtype.is_complex:
+        return values.to(torch.complex128).numpy()
+    if not values.dtype.is_floating_point:
+        return (values.byte() if values.dtype is torch.bool else values).numpy()
+    # 8-bit floats convert to float32 only.
+    return (values.float() if values.element_size() == 1 else values).double().numpy()
+
+
+def _are_close(a: _Numbers, b: _Numbers, tolerance: Tolerance) -> npt.NDArray[np.bool_]:
+    distance = _distances(a, b)
+    with np.errstate(over="ignore", invalid="ignore"):
+        limit = tolerance.atol + tolerance.rtol * _magnitudes(b)
+    if distance.dtype == np.uint64:
+        whole = np.fmin(np.fmax(np.floor(limit), 0.0), np.nextafter(2.0**64, 0.0)).astype(np.uint64)
+        return (distance <= whole) | (limit >= 2.0**64)
+    is_close = (distance <= limit) & np.isfinite(a) & np.isfinite(b)  # nothing else is close to infinity
+    return is_close | (np.isnan(a) & np.isnan(b))
+
+
+def _distances(a: _Numbers, b: _Numbers) -> _Numbers:
+    """Absolute differences: float64, or exact uint64 for integers."""
+    if a.dtype.kind in "iu":
+        return np.maximum(a, b).astype(np.uint64) - np.minimum(a, b).astype(np.uint64)  # modulo 2**64
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.abs(a - b)
+
+
+def _magnitudes(numbers: _Numbers) -> npt.NDArray[np.float64]:
+    return np.abs(numbers.astype(np.float64) if numbers.dtype.kind in "iu" else numbers)
+
+
+def _shown(value: torch.Tensor) -> Any:
+    """An element as a number, with just enough digits to tell it from its neighbours of the same dtype."""
+    if value.dtype.is_complex:
+        parts = torch.view_as_real(value.resolve_conj())
+        return str(complex(*map(_shown, parts)))
+    if not value.dtype.is_floating_point:
+        return value.item()
+    return _core.shortest(_numbers(value.view(1))[0].item(), dtype_name(value.dtype))
