@@ -36,9 +36,10 @@ from torchtitan_ext import _core
 from torchtitan_ext.storage.metadata.metadata_file import (
     encode_metadata,
     encode_tables,
-    metadata_of_tables,
+    metadata_of,
     parse_metadata,
 )
+from torchtitan_ext.storage.metadata.saved_metadata import parse_tables
 
 TP = 8
 CHECKED_RANKS = 256  # files of more are not compared: each copy of the objects takes gigabytes
@@ -142,7 +143,7 @@ def measure(num_ranks: int, stock_ranks: int) -> dict[str, Any]:
         "tables_bytes": len(tables),
         "write_seconds": seconds(lambda: encode_metadata(metadata, files)),
         "read_seconds": seconds(lambda: look_up(parse_metadata(content), wanted)),
-        "read_index_seconds": seconds(lambda: look_up(metadata_of_tables(tables, files, Path("index")), wanted)),
+        "read_index_seconds": seconds(lambda: look_up(metadata_of(parse_tables(tables, files, Path("index"))), wanted)),
     }
     if num_ranks > stock_ranks:
         return result
