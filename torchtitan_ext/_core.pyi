@@ -549,8 +549,10 @@ class RunReader:
         sizes: Sequence[int],
         address: int,
         strides: Sequence[int],
-        /,
-    ) -> None: ...
+        dtype: str = "",
+    ) -> int:
+        """A box of a tensor, and the memory that it goes to. Where ``dtype`` is not the stored one, elements are cast.
+        Returns its number, from 0 on since the last ``read``."""
     def add_bytes(self, file: int, offset: int, num_bytes: int, address: int, /) -> None: ...
     def check_bytes(self, file: int, offset: int, num_bytes: int) -> None: ...
     def add_blocks(self, file: int, first: int, last: int, /) -> None:
@@ -560,6 +562,12 @@ class RunReader:
     def read(self, num_threads: int, verify: str, /) -> list[DamagedBlock]:
         """``verify``: ``"none"`` of the touched blocks, those that are ``"mostly"`` read, each ``"once"`` over all
         reads of the ledger, or ``"all"``."""
+    def lost(self) -> list[tuple[int, float]]:
+        """The boxes of the last ``read`` of which a finite number has become infinite by its cast, with one such number
+        of each."""
+
+def has_cast(stored_dtype: str, dtype: str) -> bool:
+    """Whether ``add_box`` casts elements of a dtype to another one."""
 
 class PackedRuns:
     """What a rank sends to those that write the files: memory that lives as long as this.

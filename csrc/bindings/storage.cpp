@@ -16,6 +16,7 @@
 #include "bindings/convert.h"
 #include "core/block_ledger.h"
 #include "core/torch_pickle.h"
+#include "storage/casts.h"
 #include "storage/digest.h"
 #include "storage/element_types.h"
 #include "storage/errors.h"
@@ -316,13 +317,17 @@ std::optional<SavedFile> find_footer_py(const std::string& path, std::string nam
   return file;
 }
 
-void add_box(RunReader& reader, int64_t file, const PlainTensor& stored, const Sizes& offsets, const Sizes& sizes,
-             uintptr_t address, const Sizes& strides) {
+int64_t add_box(RunReader& reader, int64_t file, const PlainTensor& stored, const Sizes& offsets, const Sizes& sizes,
+                uintptr_t address, const Sizes& strides, const std::string& dtype) {
   const size_t num_dims = sizes.size();
   TTE_CHECK(offsets.size() == num_dims && strides.size() == num_dims, "add_box", "got ", offsets.size(), " offsets, ",
             num_dims, " sizes and ", strides.size(), " strides");
-  reader.add_box(
-      file, {stored.data_offset, stored.item_bytes, stored.sizes, stored.strides, offsets, sizes, address, strides});
+  const bool is_cast = !dtype.empty() && dtype != stored.dtype;
+  const Cast* const cast = is_cast ? find_cast(stored.dtype, dtype) : nullptr;
+  TTE_CHECK(!is_cast || cast != nullptr, "add_box", "got memory of ", dtype, " for elements of ", stored.dtype,
+            ", which is no cast that the reader has");
+  return reader.add_box(file, {stored.data_offset, stored.item_bytes, stored.sizes, stored.strides, offsets, sizes,
+                               address, strides, cast});
 }
 
 std::vector<DamagedBlock> read_py(RunReader& reader, int num_threads, const std::string& verify) {
@@ -422,12 +427,22 @@ void define_reader(py::module_& module) {
           py::arg("path"), py::arg("num_bytes"), py::arg("descriptor") = -1)
       .def("add_checked_file", &add_checked_file, py::arg("path"), py::arg("file"), py::arg("save_id"),
            py::arg("descriptor") = -1, py::arg("ledger") = nullptr)
-      .def("add_box", &add_box)
+      .def("add_box", &add_box, py::arg("file"), py::arg("stored"), py::arg("offsets"), py::arg("sizes"),
+           py::arg("address"), py::arg("strides"), py::arg("dtype") = "")
       .def("add_blocks", &RunReader::add_blocks)
       .def("touch", &RunReader::touch)
       .def("add_bytes", &RunReader::add_bytes)
       .def("check_bytes", &RunReader::check_bytes, py::arg("file"), py::arg("offset"), py::arg("num_bytes"))
-      .def("read", &read_py, Unlocked());
+      .def("read", &read_py, Unlocked())
+      .def("lost", [](const RunReader& self) {
+        return std::vector<std::pair<int64_t, double>>(self.lost().begin(), self.lost().end());
+      });
+  module.def(
+      "has_cast",
+      [](const std::string& stored_dtype, const std::string& dtype) {
+        return find_cast(stored_dtype, dtype) != nullptr;
+      },
+      py::arg("stored_dtype"), py::arg("dtype"));
 }
 
 // What reads a record for find_tensor: its first and last bytes by one call each, which is all that a tensor needs.

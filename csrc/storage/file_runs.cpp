@@ -5,6 +5,11 @@
 
 namespace torchtitan_ext::storage {
 
+void FileRuns::cast_last(const CastMemory& memory) {
+  cast_memory_.resize(runs_.nests().size());
+  cast_memory_.back() = &memory;
+}
+
 std::vector<core::Interval> FileRuns::windows(int64_t window_bytes, int64_t file_bytes) {
   const std::vector<core::RunNest>& nests = runs_.nests();
   ends_.clear();
@@ -36,12 +41,17 @@ void FileRuns::find(int64_t begin, int64_t end, std::vector<Stretch>& found) con
     const size_t index = order_[at];
     if (nests[index].dst_bytes >= end) break;
     if (ends_[index] <= begin) continue;
-    visit_window(runs_, nests[index], begin, end, [&](const Stretch& stretch) { found.push_back(stretch); });
+    const CastMemory* const cast_memory = index < cast_memory_.size() ? cast_memory_[index] : nullptr;
+    visit_window(runs_, nests[index], begin, end, [&](const Stretch& stretch) {
+      found.push_back(stretch);
+      found.back().cast_memory = cast_memory;
+    });
   }
 }
 
 void FileRuns::clear() {
   runs_ = {};
+  cast_memory_.clear();
   ends_.clear();
   order_.clear();
   max_ends_.clear();

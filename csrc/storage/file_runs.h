@@ -14,6 +14,8 @@ class FileRuns {
  public:
   core::RunList& list() { return runs_; }  // destination: bytes of the file; source: addresses
   const core::RunList& list() const { return runs_; }
+  // The nest that was added last leads to such memory, which outlives the runs.
+  void cast_last(const CastMemory& memory);
 
   // The windows of `window_bytes`, cut at the end of the file, in which a nest begins, ends, or that one passes through.
   // Every nest is in file order. What is found below is what was added before this call.
@@ -24,9 +26,10 @@ class FileRuns {
 
  private:
   core::RunList runs_;
-  std::vector<int64_t> ends_;      // of each nest, in the file
-  std::vector<size_t> order_;      // of the nests, by where they begin
-  std::vector<int64_t> max_ends_;  // over order_[0 .. i]
+  std::vector<const CastMemory*> cast_memory_;  // of each nest up to the last one that has any
+  std::vector<int64_t> ends_;                   // of each nest, in the file
+  std::vector<size_t> order_;                   // of the nests, by where they begin
+  std::vector<int64_t> max_ends_;               // over order_[0 .. i]
 };
 
 }  // namespace torchtitan_ext::storage

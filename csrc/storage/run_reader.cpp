@@ -67,6 +67,7 @@ struct RunReader::Worker {
   int64_t buffer_bytes = 0;
   std::vector<Stretch> stretches;
   std::vector<iovec> pieces;
+  CastCopies casts;
 
   char* room(int64_t num_bytes) {
     if (buffer_bytes < num_bytes) {
@@ -89,10 +90,11 @@ struct RunReader::Worker {
     return sum;
   }
 
-  // Whether all runs are long and no two of them touch the same byte; single runs then, in order of the file.
+  // Whether all runs are long, none is cast and no two of them touch the same byte; single runs then, in order of the
+  // file.
   bool split_into_long_runs() {
     for (const Stretch& stretch : stretches) {
-      if (stretch.run_bytes < kDirectBytes) return false;
+      if (stretch.run_bytes < kDirectBytes || stretch.cast_memory != nullptr) return false;
     }
     std::vector<Stretch> runs;
     for (const Stretch& stretch : stretches) {
@@ -161,7 +163,8 @@ struct RunReader::Worker {
   }
 
   void copy_from_buffer(const Span& span) {
-    copy_from_window(std::span(stretches).subspan(span.first, span.last - span.first), buffer.get(), span.begin);
+    const std::span<const Stretch> of_span = std::span(stretches).subspan(span.first, span.last - span.first);
+    copy_from_window(of_span, buffer.get(), span.begin, casts);
   }
 };
 
@@ -188,7 +191,7 @@ void RunReader::check_inside(const Source& source, int64_t begin, int64_t num_by
   }
 }
 
-void RunReader::add_box(int64_t file, const Box& box) {
+int64_t RunReader::add_box(int64_t file, const Box& box) {
   Source& source = sources_.at(static_cast<size_t>(file));
   const std::string& path = source.file.path();
   if (box.stored_sizes.size() != box.sizes.size()) {
@@ -203,7 +206,7 @@ void RunReader::add_box(int64_t file, const Box& box) {
       throw_format_error(path, box.data_offset, box.sizes[dim], " elements from ", box.offsets[dim], " on of dim ", dim,
                          " are wanted, the record has ", box.stored_sizes[dim]);
     }
-    if (box.sizes[dim] == 0) return;
+    if (box.sizes[dim] == 0) return num_boxes_++;
     if (box.stored_strides[dim] == 0) sizes[dim] = 1;
     first = core::checked_add(first, core::checked_mul(box.offsets[dim], box.stored_strides[dim]));
     last = core::checked_add(last, core::checked_mul(box.sizes[dim] - 1, box.stored_strides[dim]));
@@ -211,6 +214,11 @@ void RunReader::add_box(int64_t file, const Box& box) {
   const int64_t begin = core::checked_add(box.data_offset, core::checked_mul(first, box.item_bytes));
   check_inside(source, begin, core::checked_mul(core::checked_add(last, 1), box.item_bytes));
   core::RunList& runs = source.runs.list();
+  const CastMemory* cast_memory = nullptr;
+  if (box.cast != nullptr) {
+    cast_memory_.push_back({box.cast, static_cast<int64_t>(box.address), num_boxes_});
+    cast_memory = &cast_memory_.back();
+  }
   for (const core::Chunk& part : core::boxes_in_file_order(sizes, box.stored_strides)) {
     auto address = static_cast<int64_t>(box.address), byte = begin;
     for (size_t dim = 0; dim < part.sizes.size(); ++dim) {
@@ -219,9 +227,11 @@ void RunReader::add_box(int64_t file, const Box& box) {
     }
     runs.start_pair();
     runs.append_box(part.sizes, {address, box.strides}, {byte, box.stored_strides}, box.item_bytes);
+    if (cast_memory != nullptr) source.runs.cast_last(*cast_memory);
     TTE_CHECK(is_in_file_order(runs, runs.nests().back()), path,
               "elements of a stored tensor are interleaved; please report");
   }
+  const int64_t item_bytes = box.cast == nullptr ? box.item_bytes : box.cast->dst_bytes;
   for (size_t dim = sizes.size(); dim-- > 0;) {  // from the inside, so that the copies become long
     if (sizes[dim] == box.sizes[dim]) continue;
     sizes[dim] = box.sizes[dim] - 1;
@@ -229,10 +239,10 @@ void RunReader::add_box(int64_t file, const Box& box) {
     core::Sizes once(box.strides.begin(), box.strides.end());
     once[dim] = 0;
     repeats_.start_pair();
-    repeats_.append_box(sizes, {address, once}, {address + box.strides[dim] * box.item_bytes, box.strides},
-                        box.item_bytes);
+    repeats_.append_box(sizes, {address, once}, {address + box.strides[dim] * item_bytes, box.strides}, item_bytes);
     sizes[dim] = box.sizes[dim];
   }
+  return num_boxes_++;
 }
 
 void RunReader::add_bytes(int64_t file, int64_t offset, int64_t num_bytes, uintptr_t address) {
@@ -291,23 +301,27 @@ void RunReader::touch() {
         if (!stretches.empty()) source.touch(unit.begin);
       }
     }
+  }
+  forget();
+}
+
+void RunReader::forget() {
+  for (Source& source : sources_) {
     source.runs.clear();
+    source.blocks.clear();
   }
   repeats_ = {};
+  cast_memory_.clear();
+  num_boxes_ = 0;
 }
 
 std::vector<DamagedBlock> RunReader::read(int num_threads, Verify verify) {
   // Whatever happens: the memory that was to be filled need not be there any more when the next call reads.
   struct Forgetting {
     RunReader& reader;
-    ~Forgetting() {
-      for (Source& source : reader.sources_) {
-        source.runs.clear();
-        source.blocks.clear();
-      }
-      reader.repeats_ = {};
-    }
+    ~Forgetting() { reader.forget(); }
   } forgetting{*this};
+  lost_.clear();
   TTE_CHECK(num_threads > 0, "read", "got ", num_threads, " threads, expected at least 1");
   std::vector<Unit> units;
   for (size_t index = 0; index < sources_.size(); ++index) {
@@ -323,6 +337,10 @@ std::vector<DamagedBlock> RunReader::read(int num_threads, Verify verify) {
     const std::lock_guard lock(mutex);
     damaged.push_back({unit.source, unit.begin, unit.end});
   });
+  CastCopies& casts = workers.front().casts;
+  for (size_t worker = 1; worker < workers.size(); ++worker) casts.join(workers[worker].casts);
+  casts.finish();
+  lost_ = casts.lost();
   for (const core::RunNest& nest : repeats_.nests()) copy_nest(repeats_, nest);
   std::ranges::sort(damaged, {}, [](const DamagedBlock& block) { return std::pair(block.file, block.begin); });
   return damaged;

@@ -3,17 +3,20 @@
 //
 // The unit is a block of a file. Long runs that do not touch are read straight into their places by one call, with
 // what lies between them going to a buffer that nobody looks at; a block of short runs is read into a buffer and copied
-// from there. Where the file has checksums, a block that is verified is read whole, and hashed part by part as it comes.
+// from there, or cast. Where the file has checksums, a block that is verified is read whole, and hashed part by part as it comes.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <deque>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "core/block_ledger.h"
+#include "storage/cast_copies.h"
 #include "storage/file.h"
 #include "storage/file_runs.h"
 
@@ -47,7 +50,7 @@ class RunReader {
   int64_t add_file(File file, int64_t num_bytes, FileChecksums checksums);
 
   // A box of the tensor whose elements lie at `data_offset` of a file, into memory that begins at `address`. Sizes,
-  // offsets and strides count elements. An element that the file stores once for many (stride 0) is read once and then
+  // offsets and strides count elements, of the file or of the memory, which has others where there is a cast. An element that the file stores once for many (stride 0) is read once and then
   // copied to its places. Throws FormatError where the tensor has another number of dims, where the box does not lie in
   // the file or in the tensor; std::invalid_argument where elements of the stored tensor are interleaved.
   struct Box {
@@ -59,8 +62,10 @@ class RunReader {
     std::span<const int64_t> sizes;
     uintptr_t address = 0;
     std::span<const int64_t> strides;
+    const Cast* cast = nullptr;
   };
-  void add_box(int64_t file, const Box& box);
+  // Returns its number, from 0 on since the last `read`.
+  int64_t add_box(int64_t file, const Box& box);
   void add_bytes(int64_t file, int64_t offset, int64_t num_bytes, uintptr_t address);
   // Throws FormatError where a file does not have these bytes: for who makes memory for them first.
   void check_bytes(int64_t file, int64_t offset, int64_t num_bytes) const;
@@ -75,6 +80,9 @@ class RunReader {
   // blocks whose bytes do not match their checksums, in order; what was wanted of them is in memory all the same.
   // `num_threads` is at least 1.
   std::vector<DamagedBlock> read(int num_threads, Verify verify);
+
+  // Of each box of the last `read` of which a finite number has become infinite by its cast, one such number.
+  const std::map<int64_t, double>& lost() const { return lost_; }
 
  private:
   struct Source {
@@ -104,8 +112,12 @@ class RunReader {
   std::vector<Unit> units_of(size_t index);
   static bool is_verified(const Source& source, const Unit& unit, Verify verify, const Worker& worker);
   bool read_unit(const Unit& unit, Verify verify, Worker& worker) const;
+  void forget();
 
   std::vector<Source> sources_;
+  int64_t num_boxes_ = 0;
+  std::deque<CastMemory> cast_memory_;  // where runs point to it
+  std::map<int64_t, double> lost_;
   core::RunList repeats_;  // copies within memory, made behind the reads
 };
 

@@ -4,6 +4,8 @@
 #include <array>
 #include <cstring>
 
+#include "storage/cast_copies.h"
+
 namespace torchtitan_ext::storage {
 namespace {
 
@@ -53,7 +55,7 @@ void copy_stretch(const Stretch& stretch, char* window, int64_t window_begin, Di
   }
 }
 
-void copy_from_window(std::span<const Stretch> stretches, const char* window, int64_t window_begin) {
+void copy_from_window(std::span<const Stretch> stretches, const char* window, int64_t window_begin, CastCopies& casts) {
   while (!stretches.empty()) {
     const Stretch& first = stretches.front();
     size_t num_alike = 1;
@@ -61,9 +63,13 @@ void copy_from_window(std::span<const Stretch> stretches, const char* window, in
     for (int64_t run = 0; run < first.count; run += kRunsAtATime) {
       const int64_t count = std::min(kRunsAtATime, first.count - run);
       for (const Stretch& stretch : stretches.first(num_alike)) {
-        copy_strided(pointer(stretch.memory + run * stretch.memory_stride), stretch.memory_stride,
-                     window + (stretch.file_bytes - window_begin + run * stretch.file_stride), stretch.file_stride,
-                     stretch.run_bytes, count);
+        const char* src = window + (stretch.file_bytes - window_begin + run * stretch.file_stride);
+        const int64_t memory = stretch.memory + run * stretch.memory_stride;
+        if (stretch.cast_memory != nullptr) {
+          casts.copy(stretch, memory, src, count);
+        } else {
+          copy_strided(pointer(memory), stretch.memory_stride, src, stretch.file_stride, stretch.run_bytes, count);
+        }
       }
     }
     stretches = stretches.subspan(num_alike);

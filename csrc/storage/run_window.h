@@ -17,6 +17,9 @@ constexpr size_t kMaxLoops = 64;
 // An address as run lists have it.
 inline char* pointer(int64_t address) { return reinterpret_cast<char*>(static_cast<uintptr_t>(address)); }
 
+class CastCopies;
+struct CastMemory;
+
 // `count` runs of `run_bytes` at even distances.
 struct Stretch {
   int64_t file_bytes = 0;  // where the first one lies in the file
@@ -25,6 +28,7 @@ struct Stretch {
   int64_t count = 1;
   int64_t file_stride = 0;
   int64_t memory_stride = 0;
+  const CastMemory* cast_memory = nullptr;  // what `memory` is an address in; none where it is plain memory
 
   int64_t file_end() const { return file_bytes + (count - 1) * file_stride + run_bytes; }
 };
@@ -97,9 +101,9 @@ enum class Direction { kToFile, kFromFile };
 // Copies a stretch between memory and `window`, which holds the file's bytes from `window_begin` on.
 void copy_stretch(const Stretch& stretch, char* window, int64_t window_begin, Direction direction);
 
-// Copies stretches from `window`. Those of one form behind each other are copied side by side, a few runs of each at a
-// time: where memory has them turned, these lie in the same cache lines.
-void copy_from_window(std::span<const Stretch> stretches, const char* window, int64_t window_begin);
+// Copies stretches from `window`, those of memory with casts by `casts`. Those of one form behind each other are copied
+// side by side, a few runs of each at a time: where memory has them turned, these lie in the same cache lines.
+void copy_from_window(std::span<const Stretch> stretches, const char* window, int64_t window_begin, CastCopies& casts);
 
 // Copies a nest from memory to memory; runs are copied in order.
 void copy_nest(const core::RunList& runs, const core::RunNest& nest);
