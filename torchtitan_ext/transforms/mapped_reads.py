@@ -11,7 +11,7 @@ import torch
 from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError
 from torchtitan_ext.storage.native.fills import Elements
 from torchtitan_ext.storage.native.open_files import OpenFiles
-from torchtitan_ext.storage.raw_tensor import DTYPES
+from torchtitan_ext.storage.raw_tensor import DTYPES, dtype_name
 from torchtitan_ext.transforms.mapped import MappedMetadata
 
 _NOT_PLAIN = "it is a tensor subclass, quantised or sparse: a transform takes plain tensors; load it without"
@@ -25,9 +25,9 @@ def mapped_elements(mapped: MappedMetadata, files: OpenFiles, fqn: str, offsets:
         DamagedCheckpointError: A source has another dtype or shape than the metadata says.
     """
     read_into = functools.partial(_read_into, mapped, files, fqn, offsets)
-    scale_dtype = mapped.scale_dtype(fqn)
-    scales = None if scale_dtype is None else (scale_dtype, functools.partial(read_into, scales=True))
-    return Elements(mapped.dtypes(fqn), read_into, scales)
+    dtypes, scale_dtype = mapped.dtypes(fqn), mapped.scale_dtype(fqn)
+    scales = None if scale_dtype is None else (scale_dtype, functools.partial(read_into, scale_dtype, scales=True))
+    return Elements(dtypes, functools.partial(read_into, dtypes[0]), scales)
 
 
 def _read_into(
@@ -35,6 +35,7 @@ def _read_into(
     files: OpenFiles,
     fqn: str,
     begin: Sequence[int],
+    dtype: torch.dtype,
     inside: Sequence[int],
     place: torch.Tensor,
     *,
@@ -49,8 +50,9 @@ def _read_into(
     for part, (index, sizes), record in zip(parts, chunks, records, strict=True):
         if record.tensor is None:
             raise CheckpointReadError(index.fqn, _NOT_PLAIN)
-        if DTYPES[record.tensor.dtype] != place.dtype or record.tensor.sizes != sizes:
+        if DTYPES[record.tensor.dtype] != dtype or record.tensor.sizes != sizes:
             raise DamagedCheckpointError(f"{record.file}: {index.fqn} is not of the dtype and shape in .metadata")
         stored = part.stored(record.tensor)
-        address = place.data_ptr() + part.memory_offset * stored.item_bytes
-        files.add_box(record.file, stored, (0,) * len(stored.sizes), stored.sizes, address, part.memory_strides)
+        address = place.data_ptr() + part.memory_offset * place.itemsize
+        origin, strides = (0,) * len(stored.sizes), part.memory_strides
+        files.add_box(record.file, stored, origin, stored.sizes, address, strides, dtype_name(place.dtype))

@@ -5,24 +5,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 
-from torchtitan_ext import ops
+from torchtitan_ext import _core, ops
 from torchtitan_ext.errors import CheckpointReadError
 from torchtitan_ext.layout.dtensor import is_plain_memory, is_wrapper, may_overlap_itself
 from torchtitan_ext.state.host_copies import BUCKET_BYTES, aligned, row_major_boxes, takes_operators
 from torchtitan_ext.storage.native.device_buckets import IncomingBuckets
 from torchtitan_ext.storage.native.open_files import OpenFiles
 from torchtitan_ext.storage.progress import OnBytes
-from torchtitan_ext.storage.raw_tensor import converted
+from torchtitan_ext.storage.raw_tensor import converted, dtype_name
 
 # Elements that are not read into place pass through a buffer of this size: with casts 4 and 32 MiB were slower.
 BUFFER_BYTES = 8 << 20
 
 ReadInto = Callable[[Sequence[int], torch.Tensor], object]
-"""Adds the reads of a part of a box: its offsets in the box, and the CPU tensor that these reads fill."""
+"""Adds the reads of a part of a box: its offsets in the box, and the CPU tensor that these reads fill, of the saved
+dtype or one to which the native reader casts that."""
 
 
 class Elements(NamedTuple):
@@ -63,7 +65,8 @@ class Fills:
         files: To which ``Elements`` add their reads.
         on_bytes: Called with each number of bytes that were read.
         bucket_bytes: Called once if there are targets of an accelerator, for the size of their buckets.
-        copy: Copies the values for a key, of a dtype that may be another, into a target.
+        copy: Copies the values for a key, of a dtype that may be another, into a target. One of the caller's own gets
+            all values that are cast: none are cast while they are read.
 
     Attributes:
         num_bytes: That the next ``read`` reads.
@@ -93,10 +96,10 @@ class Fills:
         Args:
             target: On any device, any strides; a subclass is filled by its ``copy_``.
         """
-        if elements.scales is None and len(elements.dtypes) == 1 and is_plain_target(target, elements.dtypes[0]):
+        if elements.scales is None and self._is_read_into(target, elements.dtypes):
             elements.read_into((0,) * target.dim(), target)
             self._written.append(target)
-            self.num_bytes += target.nbytes
+            self.num_bytes += target.numel() * elements.dtypes[0].itemsize
             return
         buckets = self._buckets_of(target)
         for inside, part in _parts_of(target, elements, BUFFER_BYTES if buckets is None else buckets.bucket_bytes):
@@ -147,6 +150,17 @@ class Fills:
         if self._buckets is not None:
             self._buckets.finish()
 
+    def _is_read_into(self, target: torch.Tensor, dtypes: Sequence[torch.dtype]) -> bool:
+        """Whether the native reader itself fills a target with elements that have these dtypes in turn: it makes one
+        cast at most."""
+        if not target.is_cpu or not is_plain_memory(target):
+            return False
+        saved, *casts = [dtype for dtype, _ in groupby((*dtypes, target.dtype))]
+        if not casts:
+            return True
+        has_cast = len(casts) == 1 and _core.has_cast(dtype_name(saved), dtype_name(casts[0]))
+        return has_cast and self._copy is copy_values
+
     def _buckets_of(self, target: torch.Tensor) -> IncomingBuckets | None:
         """The buckets by which a target is filled: memory of an accelerator that takes our operators."""
         if target.is_cpu or target.is_inference() or not is_plain_memory(target) or not takes_operators(target.device):
@@ -188,11 +202,6 @@ class Fills:
         ] = []  # with what was read
         self._used = 0
         self.num_bytes = 0
-
-
-def is_plain_target(target: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether elements of a saved dtype can be written straight into the target's memory."""
-    return target.is_cpu and target.dtype == dtype and is_plain_memory(target)
 
 
 def _parts_of(target: torch.Tensor, elements: Elements, room: int) -> Iterable[tuple[tuple[int, ...], torch.Tensor]]:

@@ -33,6 +33,9 @@ class Place(Protocol):
     @property
     def shape(self) -> Sequence[int]: ...
 
+    @property
+    def dtype(self) -> object: ...
+
     def data_ptr(self) -> int: ...
 
     def stride(self) -> Sequence[int]: ...
@@ -74,14 +77,16 @@ class OpenFiles:
         sizes: Sequence[int],
         address: int,
         strides: Sequence[int],
+        dtype: str = "",
     ) -> None:
-        """Adds a box of a stored tensor, and the memory that it goes to: no two of its elements share any.
+        """Adds a box of a stored tensor, and the memory that it goes to, of its dtype or another one to which elements
+        are cast: no two of its elements share any.
 
         Raises:
             FormatError: The tensor has another number of dims, or the box does not lie in it, or it not in the file.
         """
         file = self._number_of(name)  # which may begin new runs
-        self._runs.add_box(file, stored, offsets, sizes, address, strides)
+        self._runs.add_box(file, stored, offsets, sizes, address, strides, dtype)
 
     def add_part(
         self,
@@ -93,7 +98,8 @@ class OpenFiles:
     ) -> None:
         """Adds a box of a stored tensor whose offsets are given as two summands, and the CPU tensor that it fills."""
         offsets = [first + offset for first, offset in zip(begin, inside, strict=True)]
-        self.add_box(name, stored, offsets, place.shape, place.data_ptr(), place.stride())
+        dtype = str(place.dtype).removeprefix("torch.")
+        self.add_box(name, stored, offsets, place.shape, place.data_ptr(), place.stride(), dtype)
 
     def add_bytes(self, name: str, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
         """Adds bytes of a file. Returns the memory that they go to."""
