@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_ext import _core
-from torchtitan_ext.errors import DamagedCheckpointError
+from torchtitan_ext.errors import DamagedCheckpointError, WrongValueError
 from torchtitan_ext.layout.layout import row_major_strides
 from torchtitan_ext.offline.sources import DcpSource, FileSource
 from torchtitan_ext.storage.checkpoint_files import Record
@@ -143,7 +143,9 @@ class BoxReader:
             OSError: A file cannot be read.
         """
         with self._forgotten_on_error():
+            self._open.lost.clear()
             for piece, place in zip(pieces, places, strict=True):
+                self._open.label = piece.fqn
                 if self.files is self.source:
                     self._add_parts(piece, place)
                 else:
@@ -152,6 +154,8 @@ class BoxReader:
                 self._others.read()
             else:
                 self._open.read()
+            for fqn, number in self._open.lost.items():
+                raise too_large(fqn, number, next(piece.dtype for piece in pieces if piece.fqn == fqn))
 
     def read_batches(
         self, pieces: Iterable[tuple[Piece, _Target]], max_bytes: int
@@ -192,12 +196,12 @@ class BoxReader:
         strides = row_major_strides(piece.sizes)
         for part, key, record in zip(parts, keys, self.files.find_records(keys), strict=True):
             stored = record.tensor
-            if stored is None or stored.dtype != piece.dtype:
+            if stored is None or not (stored.dtype == piece.dtype or _core.has_cast(stored.dtype, piece.dtype)):
                 self._others.add(piece, place, part, key, record)
                 continue
-            first = stored.item_bytes * sum(map(mul, part.local_offsets, strides))
-            address = place.ctypes.data + first
-            self._open.add_box(record.file, stored, part.saved_offsets, part.sizes, address, strides)
+            first = sum(map(mul, part.local_offsets, strides))
+            address = place.ctypes.data + first * num_bytes_of(piece.dtype, ())
+            self._open.add_box(record.file, stored, part.saved_offsets, part.sizes, address, strides, piece.dtype)
 
 
 def records_of(source: FileSource, chunks: Sequence[Piece]) -> list[Record]:
@@ -212,6 +216,15 @@ def records_of(source: FileSource, chunks: Sequence[Piece]) -> list[Record]:
         if defect is not None:
             raise DamagedCheckpointError(f"{source.path}: {chunk.fqn} in {record.file} {defect}")
     return records
+
+
+def too_large(fqn: str, number: float, dtype: str) -> WrongValueError:
+    """The refusal of a cast that would make a number infinite."""
+    return WrongValueError(
+        f"{fqn} has the number {number}, which {dtype} cannot hold; leave the tensor out, or choose a dtype with "
+        "larger numbers, such as bfloat16",
+        "dtype",
+    )
 
 
 def _aligned(num_bytes: int) -> int:

@@ -10,18 +10,18 @@ import torch
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.rules.casts import is_exact
-from torchtitan_ext.errors import CheckpointReadError, WrongValueError
+from torchtitan_ext.errors import CheckpointReadError
 from torchtitan_ext.layout.dtensor import local_view
 from torchtitan_ext.layout.layout import Chunk, LocalShard
 from torchtitan_ext.layout.wrapper import dense_values
-from torchtitan_ext.offline.boxes import Memory, Piece
+from torchtitan_ext.offline.boxes import Memory, Piece, too_large
 from torchtitan_ext.offline.mapped_files import MappedFiles
 from torchtitan_ext.state.plain_value import read_value
 from torchtitan_ext.storage.checkpoint_files import Record
 from torchtitan_ext.storage.metadata.saved_state import ChunkKey
 from torchtitan_ext.storage.native.fills import Elements, Fills
 from torchtitan_ext.storage.native.open_files import OpenFiles, read_record
-from torchtitan_ext.storage.raw_tensor import DTYPES
+from torchtitan_ext.storage.raw_tensor import DTYPES, dtype_name
 from torchtitan_ext.transfer.changes import HeldTensor
 from torchtitan_ext.transforms.mapped_reads import mapped_elements
 
@@ -80,12 +80,7 @@ def _cast(fqn: str, place: torch.Tensor, values: torch.Tensor) -> None:
         return
     is_lost = _is_finite(values) & ~_is_finite(place)
     if is_lost.any():
-        number = values[is_lost][0].item()
-        raise WrongValueError(
-            f"{fqn} has the number {number}, which {place.dtype} cannot hold; leave the tensor out, or "
-            "choose a dtype with larger numbers, such as bfloat16",
-            "dtype",
-        )
+        raise too_large(fqn, values[is_lost][0].item(), dtype_name(place.dtype))
 
 
 def _is_finite(values: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from torchtitan_ext.errors import (
     UnsafePickleError,
     WrongValueError,
 )
-from torchtitan_ext.offline.compare.diff import DiffReport, diff
+from torchtitan_ext.offline.compare.diff import DiffReport, Tolerance, diff
 from torchtitan_ext.offline.rewrite.convert import ConvertReport, convert
 from torchtitan_ext.offline.selection import Selection
 from torchtitan_ext.offline.sources import open_source
@@ -269,13 +269,15 @@ def test_floats_are_cast_on_the_way(tmp_path: Path, to: Any, dtype: torch.dtype)
     assert report.is_exact == (dtype == torch.float64)
     assert report.num_bytes == sum(value.nbytes for value in wanted.values())
     torch.save(wanted, tmp_path / "wanted.pt")
-    assert diff(open_source(tmp_path / "b"), open_source(tmp_path / "wanted.pt")).differences == ()
+    # By numbers: which NaN a cast gives is open.
+    found = diff(open_source(tmp_path / "b"), open_source(tmp_path / "wanted.pt"), tolerance=Tolerance(atol=1e-300))
+    assert found.differences == ()
 
 
 @pytest.mark.parametrize("to", ["dcp", "safetensors", "torch"])
 def test_a_number_that_the_dtype_cannot_hold_is_refused(tmp_path: Path, to: Any) -> None:
     source = save_as("ours", tmp_path / "a", {"v": torch.ones(3), "w": torch.tensor([1.0, 1e5, math.inf])})
-    with pytest.raises(WrongValueError, match="dtype: w has the number 100000.0, which torch.float16 cannot hold"):
+    with pytest.raises(WrongValueError, match="dtype: w has the number 100000.0, which float16 cannot hold"):
         converted(source, tmp_path / "b", to=to, dtype="float16")
     assert os.listdir(tmp_path) == ["a"]
     assert converted(source, tmp_path / "b", to=to, dtype="float16", selection=Selection(("v",))).num_keys == 1

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import torchtitan_ext as tte
 from torchtitan_ext import transforms
 from torchtitan_ext.cli.app import app
-from torchtitan_ext.errors import TransformError
+from torchtitan_ext.errors import TransformError, WrongValueError
 from torchtitan_ext.offline.mapped_files import MappedFiles
 from torchtitan_ext.offline.rewrite.convert import convert
 from torchtitan_ext.offline.rewrite.reshard import reshard
@@ -86,6 +86,14 @@ def test_dtype_is_that_of_the_option(tmp_path: Path) -> None:
     found = load_file(tmp_path / "b" / "model.safetensors")
     assert differences(found, {f"model.{name}": value.double() for name, value in wanted_state().items()}) == []
     assert report.is_exact
+
+
+def test_a_number_that_the_dtype_cannot_hold_is_refused(tmp_path: Path) -> None:
+    save_as("ours", tmp_path / "a", {"a": torch.tensor([1.0, 1e5])})
+    source = mapped(tmp_path / "a", Transform([Rule("a", "b", [])]))
+    with pytest.raises(WrongValueError, match="b has the number 100000.0, which float16 cannot hold"):
+        convert(source, tmp_path / "b", to="dcp", dtype="float16", num_processes=1)
+    assert convert(source, tmp_path / "b", to="dcp", dtype="bfloat16", num_processes=1).num_keys == 1
 
 
 def test_commands_take_a_file_of_rules(tmp_path: Path) -> None:

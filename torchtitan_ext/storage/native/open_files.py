@@ -63,10 +63,14 @@ class OpenFiles:
 
     Attributes:
         source: Reads them.
+        label: What the boxes that are added from now on are called in ``lost``.
+        lost: Of boxes of which a finite number has become infinite by a cast, one such number.
     """
 
     def __init__(self, source: RecordFiles) -> None:
         self.source = source
+        self.label = ""
+        self.lost: dict[str, float] = {}
         self.close()
 
     def add_box(
@@ -86,7 +90,9 @@ class OpenFiles:
             FormatError: The tensor has another number of dims, or the box does not lie in it, or it not in the file.
         """
         file = self._number_of(name)  # which may begin new runs
-        self._runs.add_box(file, stored, offsets, sizes, address, strides, dtype)
+        number = self._runs.add_box(file, stored, offsets, sizes, address, strides, dtype)
+        if dtype and dtype != stored.dtype:
+            self._casts[number] = self.label
 
     def add_part(
         self,
@@ -117,6 +123,8 @@ class OpenFiles:
         """
         with self.forgotten_on_error():
             self.source.read_runs(self._runs, list(self._numbers))
+            self.lost |= {self._casts[box]: number for box, number in self._runs.lost()}
+            self._casts.clear()
 
     @contextmanager
     def forgotten_on_error(self) -> Iterator[None]:
@@ -133,6 +141,7 @@ class OpenFiles:
         """Forgets the files, and what was added and not read."""
         self._runs = _core.RunReader()
         self._numbers: dict[str, int] = {}
+        self._casts: dict[int, str] = {}
 
     def _number_of(self, name: str) -> int:
         """The number of a file; where too many are open, what was added is read first, and they close."""
