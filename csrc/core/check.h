@@ -3,18 +3,28 @@
 // which op_library.py knows by their texts: a failed check begins with the name of its op and a colon.
 #pragma once
 
+#include <concepts>
 #include <cstdint>
-#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 namespace torchtitan_ext::core {
 
+inline void append(std::string& text, std::string_view part) { text += part; }
+inline void append(std::string& text, char part) { text += part; }
+template <std::integral Number>
+void append(std::string& text, Number number) {
+  text += std::to_string(number);
+}
+
+// By no stream: one crashes where the process has several C++ libraries that disagree about locales, as was seen in
+// forked processes that use CUDA.
 template <typename... Parts>
 std::string concat(const Parts&... parts) {
-  std::ostringstream out;
-  (out << ... << parts);
-  return out.str();
+  std::string text;
+  (append(text, parts), ...);
+  return text;
 }
 
 // `where` names the function as the caller knows it; the rest says what is wrong, what was expected and what to do.

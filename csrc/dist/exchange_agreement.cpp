@@ -6,9 +6,9 @@
 #include <functional>
 #include <map>
 #include <numeric>
-#include <sstream>
 #include <string>
 
+#include "core/check.h"
 #include "dist/exchange_boxes.h"
 #include "dist/transfers.h"
 
@@ -23,12 +23,12 @@ constexpr size_t kMaxListed = 10;
 constexpr int64_t kMaxNamedRanks = 1024;
 
 std::string listed(const std::vector<std::string>& items) {
-  std::ostringstream text;
+  std::string text;
   for (size_t index = 0; index < std::min(items.size(), kMaxListed); ++index) {
-    text << (index == 0 ? "" : ", ") << items[index];
+    text += (index == 0 ? "" : ", ") + items[index];
   }
-  if (items.size() > kMaxListed) text << " and " << items.size() - kMaxListed << " more";
-  return text.str();
+  if (items.size() > kMaxListed) text += core::concat(" and ", items.size() - kMaxListed, " more");
+  return text;
 }
 
 // A device from which the group can send: the CPU where it can.

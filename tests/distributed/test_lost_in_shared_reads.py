@@ -55,12 +55,25 @@ def strike_when_received(kind: str, targets: list[torch.Tensor]) -> None:
     strike(kind)
 
 
+def resting_after(function: Any) -> Any:
+    """The function, behind which there is time for the fault: the load would end before an interrupt comes."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        result = function(*arguments, **options)
+        time.sleep(1.0)
+        return result
+
+    return call
+
+
 def inject(kind: str, phase: str, targets: list[torch.Tensor]) -> None:
     if phase == "preparing":
         Rounds._prepare = struck_at(Rounds._prepare, kind, 2)  # type: ignore[method-assign]
     elif phase == "exchange":
         Rounds._exchange = struck_at(Rounds._exchange, kind, 2)  # type: ignore[method-assign]
     elif phase == "moving":
+        if kind == "interrupt":
+            Rounds._exchange = resting_after(Rounds._exchange)  # type: ignore[method-assign]
         threading.Thread(target=strike_when_received, args=(kind, targets), daemon=True).start()
     else:
         read = struck_at(tte.FileReader.read_data, kind, 3)

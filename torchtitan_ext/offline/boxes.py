@@ -145,7 +145,6 @@ class BoxReader:
         with self._forgotten_on_error():
             self._open.lost.clear()
             for piece, place in zip(pieces, places, strict=True):
-                self._open.label = piece.fqn
                 if self.files is self.source:
                     self._add_parts(piece, place)
                 else:
@@ -201,7 +200,8 @@ class BoxReader:
                 continue
             first = sum(map(mul, part.local_offsets, strides))
             address = place.ctypes.data + first * num_bytes_of(piece.dtype, ())
-            self._open.add_box(record.file, stored, part.saved_offsets, part.sizes, address, strides, piece.dtype)
+            offsets, sizes = part.saved_offsets, part.sizes
+            self._open.add_box(record.file, stored, offsets, sizes, address, strides, piece.dtype, piece.fqn)
 
 
 def records_of(source: FileSource, chunks: Sequence[Piece]) -> list[Record]:

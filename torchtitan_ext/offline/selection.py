@@ -10,7 +10,7 @@ from torchtitan_ext.errors import Problem, WrongValueError, refusal
 from torchtitan_ext.errors.near_names import names_hint, refuse_unmatched
 from torchtitan_ext.offline.boxes import BoxReader, chunks_of, records_of
 from torchtitan_ext.offline.sources import FileSource
-from torchtitan_ext.offline.workers import Shares, divide, room_for_casts
+from torchtitan_ext.offline.workers import Shares, divide
 from torchtitan_ext.storage.element_types import is_floating_point
 from torchtitan_ext.storage.metadata.saved_state import KeyPath, SavedTensor
 
@@ -127,7 +127,7 @@ class SelectedKeys:
 
     def divide(self, max_bytes: int, num_processes: int | None) -> Shares:
         """Shares the copy between processes that hold at most ``max_bytes`` together."""
-        shares = divide(room_for_casts(max_bytes, self.cast.values(), self.dtype), num_processes)
+        shares = divide(max_bytes, num_processes)
         self.reader.files.thread_count = shares.num_threads
         return shares
 

@@ -11,14 +11,13 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
 from torchtitan_ext.errors import WorkerLostError
 from torchtitan_ext.storage.checkpoint_files import thread_count_of
-from torchtitan_ext.storage.element_types import ITEM_BYTES
 from torchtitan_ext.storage.progress import OnBytes
 
 _Result = TypeVar("_Result")
@@ -114,9 +113,6 @@ _BLOCKS_PER_THREAD = 2
 _BLOCKS_PER_PROCESS = 2
 _BLOCK_BYTES = 1 << 20
 
-# A cast looks at each element by way of a float32 (if it has eight bits) and three truth values.
-_LOOK_BYTES = 7
-
 _LEAST_PART_BYTES = 1 << 20
 
 # Larger parts are no faster: a part should still lie in a cache when it is written.
@@ -130,12 +126,6 @@ class Shares:
     num_processes: int
     num_threads: int
     part_bytes: int
-
-
-def room_for_casts(max_bytes: int, saved: Iterable[str], dtype: str | None) -> int:
-    """The part of ``max_bytes`` that is left for tensors of a dtype, beside the tensors that they are cast from."""
-    ratios = [(ITEM_BYTES[kind] + _LOOK_BYTES) / ITEM_BYTES[dtype] for kind in saved] if dtype is not None else []
-    return int(max_bytes / (1 + max(ratios, default=0.0)))
 
 
 def divide(max_bytes: int, num_processes: int | None) -> Shares:

@@ -63,13 +63,11 @@ class OpenFiles:
 
     Attributes:
         source: Reads them.
-        label: What the boxes that are added from now on are called in ``lost``.
-        lost: Of boxes of which a finite number has become infinite by a cast, one such number.
+        lost: Of boxes of which a finite number has become infinite by a cast, one such number, by their labels.
     """
 
     def __init__(self, source: RecordFiles) -> None:
         self.source = source
-        self.label = ""
         self.lost: dict[str, float] = {}
         self.close()
 
@@ -82,6 +80,7 @@ class OpenFiles:
         address: int,
         strides: Sequence[int],
         dtype: str = "",
+        label: str = "",
     ) -> None:
         """Adds a box of a stored tensor, and the memory that it goes to, of its dtype or another one to which elements
         are cast: no two of its elements share any.
@@ -92,7 +91,7 @@ class OpenFiles:
         file = self._number_of(name)  # which may begin new runs
         number = self._runs.add_box(file, stored, offsets, sizes, address, strides, dtype)
         if dtype and dtype != stored.dtype:
-            self._casts[number] = self.label
+            self._casts[number] = label
 
     def add_part(
         self,
