@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from operator import mul
@@ -142,19 +141,20 @@ class BoxReader:
             WrongValueError: A number is too large for the dtype of its piece.
             OSError: A file cannot be read.
         """
-        with self._forgotten_on_error():
-            self._open.lost.clear()
-            for piece, place in zip(pieces, places, strict=True):
-                if self.files is self.source:
-                    self._add_parts(piece, place)
-                else:
-                    self._others.add_mapped(self.source, piece, place)
-            if self._has_others:
-                self._others.read()
-            else:
-                self._open.read()
-            for fqn, number in self._open.lost.items():
-                raise too_large(fqn, number, next(piece.dtype for piece in pieces if piece.fqn == fqn))
+        try:
+            with self._open.forgotten_on_error():
+                self._open.lost.clear()
+                for piece, place in zip(pieces, places, strict=True):
+                    if self.files is self.source:
+                        self._add_parts(piece, place)
+                    else:
+                        self._others.add_mapped(self.source, piece, place)
+                (self._others if "_others" in vars(self) else self._open).read()
+        except BaseException:
+            vars(self).pop("_others", None)  # the next call must not fill what was added
+            raise
+        for fqn, number in self._open.lost.items():
+            raise too_large(fqn, number, next(piece.dtype for piece in pieces if piece.fqn == fqn))
 
     def read_batches(
         self, pieces: Iterable[tuple[Piece, _Target]], max_bytes: int
@@ -174,14 +174,6 @@ class BoxReader:
     def _others(self) -> Any:
         """Reads what needs torch: see ``torch_boxes``."""
         return importlib.import_module("torchtitan_ext.offline.torch_boxes").TorchBoxes(self._open)
-
-    @property
-    def _has_others(self) -> bool:
-        return "_others" in vars(self)
-
-    def _forgotten_on_error(self) -> AbstractContextManager[None]:
-        made: AbstractContextManager[None] = (self._others if self._has_others else self._open).forgotten_on_error()
-        return made
 
     def _entry(self, fqn: str) -> SavedTensor:
         entry = self.source.state.entries[fqn]

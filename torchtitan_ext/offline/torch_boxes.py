@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-from contextlib import AbstractContextManager
 
 import torch
 
@@ -60,9 +59,6 @@ class TorchBoxes:
 
     def read(self) -> None:
         self._fills.read()
-
-    def forgotten_on_error(self) -> AbstractContextManager[None]:
-        return self._fills.forgotten_on_error()
 
     def _box_of_record(self, key: ChunkKey, offsets: tuple[int, ...], place: torch.Tensor) -> torch.Tensor:
         """The box of a record that is no plain memory (a subclass, quantised, sparse), as dense values."""

@@ -3,8 +3,7 @@ buckets, others through a buffer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -134,16 +133,6 @@ class Fills:
             torch.autograd.graph.increment_version([one for one in self._written if not one.is_inference()])
         finally:
             self._forget()
-
-    @contextmanager
-    def forgotten_on_error(self) -> Iterator[None]:
-        """For a caller that goes on after an error: its next call must not fill what was added before the error."""
-        try:
-            with self._files.forgotten_on_error():
-                yield
-        except BaseException:
-            self._forget()
-            raise
 
     def finish(self) -> None:
         """Waits until all targets are filled that were read."""
