@@ -3,7 +3,8 @@
 //
 // The unit is a block of a file. Long runs that do not touch are read straight into their places by one call, with
 // what lies between them going to a buffer that nobody looks at; a block of short runs is read into a buffer and copied
-// from there, or cast. Where the file has checksums, a block that is verified is read whole, and hashed part by part as it comes.
+// from there, or cast. Where the file has checksums, a block that is verified is read whole, and hashed part by part as
+// it comes.
 #pragma once
 
 #include <algorithm>
@@ -50,8 +51,8 @@ class RunReader {
   int64_t add_file(File file, int64_t num_bytes, FileChecksums checksums);
 
   // A box of the tensor whose elements lie at `data_offset` of a file, into memory that begins at `address`. Sizes,
-  // offsets and strides count elements, of the file or of the memory, which has others where there is a cast. An element that the file stores once for many (stride 0) is read once and then
-  // copied to its places. Throws FormatError where the tensor has another number of dims, where the box does not lie in
+  // offsets and strides count elements, of the file or of the memory, which has others where there is a cast. An element
+  // that the file stores once for many (stride 0) is read once and then copied to its places. Throws FormatError where the tensor has another number of dims, where the box does not lie in
   // the file or in the tensor; std::invalid_argument where elements of the stored tensor are interleaved.
   struct Box {
     int64_t data_offset = 0;

@@ -13,10 +13,6 @@ FLOATS = [
 TARGETS = FLOATS[2:]
 
 
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def without_nan(values: torch.Tensor) -> torch.Tensor:
     """A copy in which each NaN is the same one."""
     return values.clone().masked_fill_(values.isnan(), torch.nan)

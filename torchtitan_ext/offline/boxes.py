@@ -9,7 +9,6 @@ import importlib
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from operator import mul
 from typing import Any, TypeVar
 
@@ -21,7 +20,7 @@ from torchtitan_ext.errors import DamagedCheckpointError, WrongValueError
 from torchtitan_ext.layout.layout import row_major_strides
 from torchtitan_ext.offline.sources import DcpSource, FileSource
 from torchtitan_ext.storage.checkpoint_files import Record
-from torchtitan_ext.storage.element_types import num_bytes_of
+from torchtitan_ext.storage.element_types import item_bytes_of, num_bytes_of
 from torchtitan_ext.storage.formats.plain_files import PlainFiles
 from torchtitan_ext.storage.metadata.saved_state import ChunkKey, SavedTensor
 from torchtitan_ext.storage.native.open_files import OpenFiles
@@ -65,7 +64,7 @@ def whole(fqn: str, entry: SavedTensor) -> Piece:
 def cut(piece: Piece, max_bytes: int) -> Iterator[Piece]:
     """Cuts a box into pieces of at most ``max_bytes``, in row-major order; an empty box gives no pieces."""
     if 0 not in piece.sizes:
-        for offsets, sizes in _core.BoxParts(piece.offsets, piece.sizes, max_bytes // num_bytes_of(piece.dtype, ())):
+        for offsets, sizes in _core.BoxParts(piece.offsets, piece.sizes, max_bytes // item_bytes_of(piece.dtype)):
             yield Piece(piece.fqn, piece.dtype, offsets, sizes)
 
 
@@ -117,6 +116,7 @@ class BoxReader:
         self.source = source
         self.files = source if isinstance(source, (DcpSource, PlainFiles)) else source.source
         self._open = OpenFiles(self.files)
+        self._others: Any = None
 
     def entry(self, fqn: str) -> SavedTensor:
         """What the source says of a tensor.
@@ -148,10 +148,10 @@ class BoxReader:
                     if self.files is self.source:
                         self._add_parts(piece, place)
                     else:
-                        self._others.add_mapped(self.source, piece, place)
-                (self._others if "_others" in vars(self) else self._open).read()
+                        self._by_torch().add_mapped(self.source, piece, place)
+                (self._others or self._open).read()
         except BaseException:
-            vars(self).pop("_others", None)  # the next call must not fill what was added
+            self._others = None  # the next call must not fill what was added
             raise
         for fqn, number in self._open.lost.items():
             raise too_large(fqn, number, next(piece.dtype for piece in pieces if piece.fqn == fqn))
@@ -170,10 +170,11 @@ class BoxReader:
             self.read(read, places)
             yield [(place, target) for place, (_, target) in zip(places, batch, strict=True)]
 
-    @cached_property
-    def _others(self) -> Any:
-        """Reads what needs torch: see ``torch_boxes``."""
-        return importlib.import_module("torchtitan_ext.offline.torch_boxes").TorchBoxes(self._open)
+    def _by_torch(self) -> Any:
+        """Reads what needs torch: a ``TorchBoxes``, made when it is first needed."""
+        if self._others is None:
+            self._others = importlib.import_module("torchtitan_ext.offline.torch_boxes").TorchBoxes(self._open)
+        return self._others
 
     def _entry(self, fqn: str) -> SavedTensor:
         entry = self.source.state.entries[fqn]
@@ -188,10 +189,10 @@ class BoxReader:
         for part, key, record in zip(parts, keys, self.files.find_records(keys), strict=True):
             stored = record.tensor
             if stored is None or not (stored.dtype == piece.dtype or _core.has_cast(stored.dtype, piece.dtype)):
-                self._others.add(piece, place, part, key, record)
+                self._by_torch().add(piece, place, part, key, record)
                 continue
             first = sum(map(mul, part.local_offsets, strides))
-            address = place.ctypes.data + first * num_bytes_of(piece.dtype, ())
+            address = place.ctypes.data + first * item_bytes_of(piece.dtype)
             offsets, sizes = part.saved_offsets, part.sizes
             self._open.add_box(record.file, stored, offsets, sizes, address, strides, piece.dtype, piece.fqn)
 

@@ -120,10 +120,7 @@ class DcpSource(VerifiedFiles):
             where = key.fqn if key.offset is None else f"{key.fqn} at {tuple(key.offset)}"
             raise DamagedCheckpointError(f"{self.path}: .metadata does not say where {where} lies")
         part = self.columns.part(number)
-        if part.transforms:
-            raise ValueError(
-                f"{key.fqn} was saved through an extension ({part.transforms}); load it with FileSystemReader"
-            )
+        self._refuse_extension(key.fqn, part.transforms)
         return part.path, part.offset, part.num_bytes
 
     def _parts(self) -> Iterator[_core.Part]:

@@ -12,9 +12,14 @@ ELEMENT_TYPES = _core.element_types()
 ITEM_BYTES = {name: element_type.item_bytes for name, element_type in ELEMENT_TYPES.items()}
 
 
+def item_bytes_of(dtype: str) -> int:
+    """The size of an element; of a dtype that is no plain memory only torch knows it."""
+    return ITEM_BYTES.get(dtype) or int(getattr(importlib.import_module("torch"), dtype).itemsize)
+
+
 def num_bytes_of(dtype: str, sizes: Sequence[int]) -> int:
-    """The size in bytes of a tensor's elements; of a dtype that is no plain memory only torch knows it."""
-    return math.prod(sizes) * (ITEM_BYTES.get(dtype) or getattr(importlib.import_module("torch"), dtype).itemsize)
+    """The size in bytes of a tensor's elements."""
+    return math.prod(sizes) * item_bytes_of(dtype)
 
 
 def is_floating_point(dtype: str) -> bool:

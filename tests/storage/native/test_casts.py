@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from casts import FLOATS, TARGETS, name_of, without_nan
+from casts import FLOATS, TARGETS, without_nan
 from safetensors.torch import save_file
 from states import bits, random_tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -15,6 +15,7 @@ from torchtitan_ext import _core, transforms
 from torchtitan_ext.storage import FileReader
 from torchtitan_ext.storage.native import fills
 from torchtitan_ext.storage.native.open_files import OpenFiles
+from torchtitan_ext.storage.raw_tensor import dtype_name
 
 PAIRS = [(source, target) for source in FLOATS for target in TARGETS if source != target]
 
@@ -39,15 +40,15 @@ def read_cast(path: Path, stored: torch.Tensor, *targets: torch.Tensor) -> list[
     runs = _core.RunReader()
     file = runs.add_file(str(path), -1)
     for number, target in enumerate(targets):
-        tensor = _core.StoredTensor(name_of(stored.dtype), stored.shape, stored.stride(), 1)
-        zero, dtype = [0] * target.dim(), name_of(target.dtype)
+        tensor = _core.StoredTensor(dtype_name(stored.dtype), stored.shape, stored.stride(), 1)
+        zero, dtype = [0] * target.dim(), dtype_name(target.dtype)
         found = runs.add_box(file, tensor, zero, target.shape, target.data_ptr(), target.stride(), dtype=dtype)
         assert found == number
     runs.read(2, "none")
     return runs.lost()
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda dtype: name_of(dtype))
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda dtype: dtype_name(dtype))
 def test_each_element_is_that_of_torch(tmp_path: Path, source: torch.dtype, target: torch.dtype) -> None:
     stored = elements_of(source)
     wanted = stored.to(target)
@@ -64,7 +65,7 @@ def test_each_element_is_that_of_torch(tmp_path: Path, source: torch.dtype, targ
 
 
 def test_has_cast_knows_the_floats_alone() -> None:
-    known = {(one, other) for one in FLOATS for other in FLOATS if _core.has_cast(name_of(one), name_of(other))}
+    known = {(one, other) for one in FLOATS for other in FLOATS if _core.has_cast(dtype_name(one), dtype_name(other))}
     assert known == set(PAIRS)
     assert not _core.has_cast("int32", "float32") and not _core.has_cast("float32", "int32")
 
@@ -100,7 +101,7 @@ def buffered(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
 
 
 def test_loads_read_into_targets_of_other_dtypes(tmp_path: Path, buffered: list[torch.dtype]) -> None:
-    saved = {name_of(dtype): torch.randn(300, 40).to(dtype) for dtype in FLOATS} | {"int": torch.ones(300, 40).int()}
+    saved = {dtype_name(dtype): torch.randn(300, 40).to(dtype) for dtype in FLOATS} | {"int": torch.ones(300, 40).int()}
     tte.save(saved, tmp_path, no_dist=True)
     state = {name: torch.zeros(40, 300).t() for name in saved}
     versions = {name: value._version for name, value in state.items()}

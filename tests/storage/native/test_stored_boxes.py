@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from casts import FLOATS, name_of, without_nan
+from casts import FLOATS, without_nan
 from extent import num_cases
 from states import bits, load, save
 from torch.distributed.checkpoint.api import CheckpointException
@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from torchtitan_ext import _core
 from torchtitan_ext.storage import FileReader
+from torchtitan_ext.storage.raw_tensor import dtype_name
 
 
 class OtherDims(FileReader):
@@ -42,7 +43,9 @@ def test_boxes_of_any_strides_in_the_file_and_in_memory(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(memory.numpy().tobytes())
     for _ in range(num_cases(300)):
         dtype = drawn.choice((torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128))
-        wanted_dtype = drawn.choice([dtype, *(one for one in FLOATS if _core.has_cast(name_of(dtype), name_of(one)))])
+        wanted_dtype = drawn.choice(
+            [dtype, *(one for one in FLOATS if _core.has_cast(dtype_name(dtype), dtype_name(one)))]
+        )
         sizes = [drawn.choice((1, 2, 3, 7, 70, 300)) for _ in range(drawn.randrange(5))]
         while torch.Size(sizes).numel() * dtype.itemsize > 2 << 20:
             sizes[drawn.randrange(len(sizes))] = 2
@@ -63,8 +66,8 @@ def test_boxes_of_any_strides_in_the_file_and_in_memory(tmp_path: Path) -> None:
         )
         runs = _core.RunReader()
         file = runs.add_file(str(tmp_path / "file"), -1)
-        stored = _core.StoredTensor(name_of(dtype), sizes, strides, begin)
-        runs.add_box(file, stored, offsets, place.shape, place.data_ptr(), place.stride(), name_of(wanted_dtype))
+        stored = _core.StoredTensor(dtype_name(dtype), sizes, strides, begin)
+        runs.add_box(file, stored, offsets, place.shape, place.data_ptr(), place.stride(), dtype_name(wanted_dtype))
         runs.read(2, "none")
         if wanted_dtype != dtype:
             place, wanted = without_nan(place), without_nan(wanted.to(wanted_dtype))

@@ -18,7 +18,7 @@ from torchtitan_ext.dcp_private import StorageInfo
 from torchtitan_ext.errors import Problem
 from torchtitan_ext.storage.formats.safetensors_files import files_with_key
 from torchtitan_ext.storage.metadata.lazy_metadata import LazyDict
-from torchtitan_ext.storage.metadata.saved_state import SavedState, SavedTensor, version_problems
+from torchtitan_ext.storage.metadata.saved_state import SavedState, SavedTensor, lost_problem, version_problems
 from torchtitan_ext.storage.raw_tensor import dtype_name
 
 
@@ -149,8 +149,5 @@ def _lost_problems(fqns: Sequence[str], saved: Mapping[str, Any], places: Iterab
             wanted = of_list[id(chunks)]
         num_lost = len(wanted) - len(wanted & placed[fqn])  # goes through the smaller one
         if num_lost > 0:
-            detail = (
-                f"{num_lost} of its {len(wanted)} part(s) are in no file of the checkpoint; load another checkpoint"
-            )
-            problems.append(Problem("broken_checkpoint", fqn, detail))
+            problems.append(lost_problem(fqn, num_lost, len(wanted)))
     return problems

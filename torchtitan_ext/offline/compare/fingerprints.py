@@ -23,7 +23,7 @@ from torchtitan_ext.offline.boxes import (
 )
 from torchtitan_ext.offline.sources import DcpSource, FileSource, open_source
 from torchtitan_ext.offline.workers import divide
-from torchtitan_ext.storage.element_types import num_bytes_of
+from torchtitan_ext.storage.element_types import item_bytes_of
 from torchtitan_ext.storage.inspect.dcp_damage import Damage, Verdict
 from torchtitan_ext.storage.metadata.saved_state import ChunkKey, SavedTensor
 from torchtitan_ext.storage.progress import OnBytes
@@ -140,7 +140,7 @@ def sum_chunks(
 
 
 def _sum_of(piece: Piece, place: Memory, entry: SavedTensor) -> int:
-    item_bytes = num_bytes_of(piece.dtype, ())
+    item_bytes = item_bytes_of(piece.dtype)
     return _core.sum_box(place.ctypes.data, item_bytes, piece.offsets, piece.sizes, entry.shape)
 
 

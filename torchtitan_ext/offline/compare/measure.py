@@ -18,7 +18,7 @@ from torchtitan_ext.offline.compare.side import Side
 from torchtitan_ext.offline.selection import Selection
 from torchtitan_ext.offline.sources import FileSource
 from torchtitan_ext.offline.torch_boxes import tensor_of
-from torchtitan_ext.storage.element_types import num_bytes_of
+from torchtitan_ext.storage.element_types import item_bytes_of
 from torchtitan_ext.storage.raw_tensor import dtype_name
 
 # For each element that differs: its position, and numbers and distances of 8 or 16 bytes.
@@ -118,7 +118,7 @@ def pieces_of(
     Args:
         bytes_per_element: What the caller needs for an element of a piece, beside the elements and a mask of them.
     """
-    item_bytes = num_bytes_of(one.tensor(key).dtype, ())
+    item_bytes = item_bytes_of(one.tensor(key).dtype)
     # Both pieces, copies of what differs, and the bits of a comparison of all bytes.
     # Allocators keep as much again: half of the memory is left to them.
     num_elements = max(max_bytes // 2 // (5 * item_bytes + bytes_per_element), 1)

@@ -20,7 +20,7 @@ from torchtitan_ext.offline.sources import FileSource
 from torchtitan_ext.offline.workers import Shares, run_tasks
 from torchtitan_ext.storage.checkpoint_files import sync_directory
 from torchtitan_ext.storage.commit.staged_target import staged_target, take_place
-from torchtitan_ext.storage.element_types import is_exact_cast, num_bytes_of
+from torchtitan_ext.storage.element_types import is_exact_cast, item_bytes_of
 from torchtitan_ext.storage.formats.safetensors_files import NAME_OF_DTYPE
 from torchtitan_ext.storage.formats.sparse_files import sync_files, write_parts
 from torchtitan_ext.storage.formats.weights_directory import refuse_irreplaceable, replace_weights
@@ -126,7 +126,7 @@ def _fill_files(keys: SelectedKeys, places: Sequence[_Destination], shares: Shar
     parts: list[_Destination] = []
     for tensor, (path, begin) in places:
         for piece in cut(tensor, shares.part_bytes):
-            offset = begin + row_major_position(piece.offsets, tensor.sizes) * num_bytes_of(piece.dtype, ())
+            offset = begin + row_major_position(piece.offsets, tensor.sizes) * item_bytes_of(piece.dtype)
             parts.append((piece, (path, offset)))
     tasks = list(batched(parts, _TASK_BYTES, max_count=len(parts)))
 

@@ -15,6 +15,7 @@ from the lock file where to write.
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
 import re
@@ -23,11 +24,10 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from torchtitan_ext import _core
+from torchtitan_ext import __version__, _core
 from torchtitan_ext.errors import CheckpointFailedError, only_printed
 from torchtitan_ext.storage.checkpoint_files import (
     DATA_SUFFIX,
@@ -57,9 +57,6 @@ from torchtitan_ext.storage.commit.save_lock import SaveLock, read_lock, remove_
 
 # The coordinator makes the lock before any rank looks for it; some network file systems show it later.
 _SHOWN_SECONDS = 10.0
-
-# Read once: it takes half a millisecond, as long as the rest of a small save.
-_VERSION = version("torchtitan-ext")
 
 _LOCK_OF_RANK = re.compile(r"__\d+\.tte_save")
 
@@ -237,8 +234,9 @@ class RunningSave:
 def notes_of_save(num_ranks: int) -> list[tuple[str, str]]:
     """The notes of a save in its index."""
     torch: Any = sys.modules.get("torch")
-    torch_version = version("torch") if torch is None else torch.__version__
-    return [("world_size", str(num_ranks)), ("torch", torch_version), ("torchtitan_ext", _VERSION)]
+    # Commands start sooner without this module.
+    torch_version = torch.__version__ if torch else importlib.import_module("importlib.metadata").version("torch")
+    return [("world_size", str(num_ranks)), ("torch", torch_version), ("torchtitan_ext", __version__)]
 
 
 def begin_save(

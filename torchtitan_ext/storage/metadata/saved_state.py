@@ -98,13 +98,13 @@ def lost_problems(columns: _core.MetadataColumns, state: SavedState) -> list[Pro
     lost: dict[str, int] = {}
     for part in columns.unplaced_chunks(_MAX_LOST):
         lost[part.fqn] = lost.get(part.fqn, 0) + 1
-    problems = []
-    for fqn in sorted(lost):
-        entry = state.entries[fqn]
-        num_parts = 1 if entry is None else len(entry.chunks)
-        detail = f"{lost[fqn]} of its {num_parts} part(s) are in no file of the checkpoint; load another checkpoint"
-        problems.append(Problem("broken_checkpoint", fqn, detail))
-    return problems
+    entries = {fqn: state.entries[fqn] for fqn in sorted(lost)}
+    return [lost_problem(fqn, lost[fqn], 1 if one is None else len(one.chunks)) for fqn, one in entries.items()]
+
+
+def lost_problem(fqn: str, num_lost: int, num_parts: int) -> Problem:
+    detail = f"{num_lost} of its {num_parts} part(s) are in no file of the checkpoint; load another checkpoint"
+    return Problem("broken_checkpoint", fqn, detail)
 
 
 def version_problems(version: str | None) -> list[Problem]:

@@ -268,11 +268,7 @@ class FileReader(VerifiedFiles, StorageReader):
 
     def _place_of(self, key: Any) -> tuple[str, int, int]:
         info = self.storage_data[key]
-        if getattr(info, "transform_descriptors", None):
-            raise ValueError(
-                f"{key.fqn} was saved through an extension ({info.transform_descriptors}); "
-                "load it with FileSystemReader"
-            )
+        self._refuse_extension(key.fqn, getattr(info, "transform_descriptors", None))
         return info.relative_path, info.offset, info.length
 
     def _parts(self) -> Iterable[_core.Part]:

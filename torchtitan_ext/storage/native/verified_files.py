@@ -55,8 +55,15 @@ class VerifiedFiles:
         self._blocks = _core.BlockLedger()
 
     def _place_of(self, key: Chunk) -> tuple[str, int, int]:
-        """The file of a record, its first byte and its size; raises KeyError where the metadata names none."""
+        """The file of a record, its first byte and its size; raises KeyError or DamagedCheckpointError where the
+        metadata names none."""
         raise NotImplementedError
+
+    @staticmethod
+    def _refuse_extension(fqn: str, transforms: Sequence[str] | None) -> None:
+        """Raises ValueError for a record that an extension of DCP has changed."""
+        if transforms:
+            raise ValueError(f"{fqn} was saved through an extension ({transforms}); load it with FileSystemReader")
 
     def _parts(self) -> Iterable[_core.Part]:
         """All chunks and values and their places."""
