@@ -34,9 +34,10 @@ ROWS = [
 # The rooms inside the large rooms, in the same way; a module beside them counts as a room, "" is the ``__init__``.
 INNER_ROWS = {
     "storage": [
-        {"element_types", "progress", "futures"},
+        {"element_types", "progress", "futures", "location"},
         {"checkpoint_files", "raw_tensor"},
         {"damage", "commit"},
+        {"objects"},
         {"metadata"},
         {"native"},
         {"formats"},

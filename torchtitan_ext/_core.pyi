@@ -469,7 +469,9 @@ class Index:
         another key it is an unrelated number."""
 
 class RecordWriter:
-    def __init__(self, path: bytes, block_bytes: int, num_threads: int, sync: bool) -> None: ...
+    def __init__(self, path: bytes, block_bytes: int, num_threads: int, sync: bool, to_memory: bool = False) -> None:
+        """``to_memory``: there is no file, the path is for messages; ``write_part`` takes the place of
+        ``write_queued``."""
     def add_tensor(
         self,
         key: _Key,
@@ -495,6 +497,12 @@ class RecordWriter:
     @property
     def queued_bytes(self) -> int: ...
     def write_queued(self) -> None: ...
+    def write_part(self, address: int, max_bytes: int, /) -> int:
+        """Writes whole blocks of what is queued, at most so many bytes, to an address, and returns their number; 0 when
+        none is left."""
+    @property
+    def rest(self) -> bytes:
+        """After ``finish``: the last bytes of the file, which no part has."""
     def finish(self, name: str, save_id: bytes, rank: int, /) -> RankFile:
         """Writes the rest and the footer. The name is the file's in the index."""
 
@@ -562,6 +570,13 @@ class RunReader:
     def read(self, num_threads: int, verify: str, /) -> list[DamagedBlock]:
         """``verify``: ``"none"`` of the touched blocks, those that are ``"mostly"`` read, each ``"once"`` over all
         reads of the ledger, or ``"all"``."""
+    def requests(self, verify: str, max_gap: int, max_bytes: int, /) -> list[tuple[int, int, int]]:
+        """Begins a read whose bytes come from elsewhere: the parts (file, first byte, one past the last byte) that it
+        needs. Parts closer than ``max_gap`` bytes are one, of at most ``max_bytes`` or one block."""
+    def take(self, request: int, content: Any, /) -> None:
+        """Verifies and copies the bytes of one of the parts; from several threads at a time."""
+    def finish(self) -> list[DamagedBlock]:
+        """Ends such a read, also after an error; returns what ``read`` does."""
     def lost(self) -> list[tuple[int, float]]:
         """The boxes of the last ``read`` of which a finite number has become infinite by its cast, with one such number
         of each."""

@@ -81,12 +81,13 @@ void define_writer(py::module_& module) {
     return types;
   });
   py::class_<RecordWriter>(module, "RecordWriter")
-      .def(py::init([](std::string path, uint32_t block_bytes, int num_threads, bool sync) {
+      .def(py::init([](std::string path, uint32_t block_bytes, int num_threads, bool sync, bool to_memory) {
              TTE_CHECK(block_bytes > 0 && num_threads > 0, path, "got blocks of ", block_bytes, " bytes and ",
                        num_threads, " threads, expected at least 1");
-             return RecordWriter(std::move(path), {block_bytes, num_threads, sync});
+             return RecordWriter(std::move(path), {block_bytes, num_threads, sync, to_memory});
            }),
-           py::arg("path"), py::arg("block_bytes"), py::arg("num_threads"), py::arg("sync"))
+           py::arg("path"), py::arg("block_bytes"), py::arg("num_threads"), py::arg("sync"),
+           py::arg("to_memory") = false)
       .def(
           "add_tensor",
           [](RecordWriter& self, const Key& key, std::string dtype, Sizes sizes, const ElementType& type,
@@ -111,6 +112,8 @@ void define_writer(py::module_& module) {
           })
       .def_property_readonly("queued_bytes", &RecordWriter::queued_bytes)
       .def("write_queued", &RecordWriter::write_queued, Unlocked())
+      .def("write_part", &RecordWriter::write_part, Unlocked())
+      .def_property_readonly("rest", [](const RecordWriter& self) { return py::bytes(self.rest()); })
       .def("finish", [](RecordWriter& self, std::string name, std::string_view save_id, uint32_t rank) {
         const SaveId id = to_save_id(save_id);
         py::gil_scoped_release release;
@@ -330,12 +333,20 @@ int64_t add_box(RunReader& reader, int64_t file, const PlainTensor& stored, cons
                                address, strides, cast});
 }
 
-std::vector<DamagedBlock> read_py(RunReader& reader, int num_threads, const std::string& verify) {
+Verify verify_of(const std::string& verify) {
   static const std::map<std::string, Verify> kModes = {
       {"none", Verify::kNone}, {"mostly", Verify::kMostly}, {"once", Verify::kOnce}, {"all", Verify::kAll}};
   const auto mode = kModes.find(verify);
   TTE_CHECK(mode != kModes.end(), "read", "verify is '", verify, "', expected 'none', 'mostly', 'once' or 'all'");
-  return reader.read(num_threads, mode->second);
+  return mode->second;
+}
+
+void take_py(RunReader& reader, int64_t request, const py::buffer& content) {
+  const py::buffer_info info = content.request();
+  TTE_CHECK(info.ndim == 1 && info.strides.front() == info.itemsize, "take", "got a buffer that is not contiguous");
+  const std::span bytes(static_cast<const char*>(info.ptr), static_cast<size_t>(info.size * info.itemsize));
+  const py::gil_scoped_release release;
+  reader.take(request, bytes);
 }
 
 // What each rank verifies, given the ledgers of all ranks.
@@ -433,7 +444,22 @@ void define_reader(py::module_& module) {
       .def("touch", &RunReader::touch)
       .def("add_bytes", &RunReader::add_bytes)
       .def("check_bytes", &RunReader::check_bytes, py::arg("file"), py::arg("offset"), py::arg("num_bytes"))
-      .def("read", &read_py, Unlocked())
+      .def(
+          "read",
+          [](RunReader& self, int num_threads, const std::string& verify) {
+            return self.read(num_threads, verify_of(verify));
+          },
+          Unlocked())
+      .def("requests",
+           [](RunReader& self, const std::string& verify, int64_t max_gap, int64_t max_bytes) {
+             std::vector<std::tuple<int64_t, int64_t, int64_t>> requests;
+             for (const auto& [file, begin, end] : self.requests(verify_of(verify), max_gap, max_bytes)) {
+               requests.emplace_back(file, begin, end);
+             }
+             return requests;
+           })
+      .def("take", &take_py)
+      .def("finish", &RunReader::finish, Unlocked())
       .def("lost", [](const RunReader& self) {
         return std::vector<std::pair<int64_t, double>>(self.lost().begin(), self.lost().end());
       });

@@ -88,7 +88,9 @@ struct RecordWriter::Scratch {
 };
 
 RecordWriter::RecordWriter(std::string path, const WriteOptions& options)
-    : file_(File::create(std::move(path))), options_(options) {}
+    : path_(std::move(path)), options_(options) {
+  if (!options_.to_memory) file_.emplace(File::create(path_));
+}
 
 void RecordWriter::queue(uintptr_t address, int64_t num_bytes) {
   if (num_bytes == 0) return;
@@ -118,7 +120,7 @@ void RecordWriter::begin_tensor(SavedRecord key, const ElementType& type,
 
 void RecordWriter::begin_sum(const ElementType& type, const core::Sizes& global_sizes) {
   SavedRecord& record = records_.back();
-  TTE_CHECK(options_.block_bytes % kAlignment == 0, file_.path(), "blocks of ", options_.block_bytes,
+  TTE_CHECK(options_.block_bytes % kAlignment == 0, path_, "blocks of ", options_.block_bytes,
             " bytes cut elements; please report");
   has_sums_ = true;
   if (!lies_in(record.offsets, record.sizes, global_sizes)) return;
@@ -136,13 +138,13 @@ void RecordWriter::begin_sum(const ElementType& type, const core::Sizes& global_
 }
 
 void RecordWriter::add_bytes(uintptr_t address, int64_t num_bytes) {
-  TTE_CHECK(num_bytes <= tensor_end_ - end_, file_.path(), "got ", num_bytes, " bytes of ", records_.back().fqn,
+  TTE_CHECK(num_bytes <= tensor_end_ - end_, path_, "got ", num_bytes, " bytes of ", records_.back().fqn,
             ", expected at most ", tensor_end_ - end_, "; please report");
   queue(address, num_bytes);
 }
 
 void RecordWriter::end_tensor() {
-  TTE_CHECK(end_ == tensor_end_, file_.path(), tensor_end_ - end_, " bytes of ", records_.back().fqn,
+  TTE_CHECK(end_ == tensor_end_, path_, tensor_end_ - end_, " bytes of ", records_.back().fqn,
             " are missing; please report");
   queue_own(std::exchange(tail_frame_, {}));
 }
@@ -173,8 +175,22 @@ void RecordWriter::add_record(SavedRecord key, uintptr_t address, int64_t num_by
 }
 
 void RecordWriter::write_queued() {
+  write_blocks(end_ - end_ % options_.block_bytes);
+  keep_rest();
+}
+
+int64_t RecordWriter::write_part(uintptr_t address, int64_t max_bytes) {
   const int64_t full_end = end_ - end_ % options_.block_bytes;
-  write_blocks(full_end);
+  part_ = address;
+  part_begin_ = written_;
+  write_blocks(std::min(full_end, written_ + max_bytes - max_bytes % options_.block_bytes));
+  const int64_t num_bytes = written_ - part_begin_;
+  if (written_ == full_end) keep_rest();
+  return num_bytes;
+}
+
+// Keeps what is left of the last block: the memory of records may go.
+void RecordWriter::keep_rest() {
   std::string rest(static_cast<size_t>(end_ - written_), '\0');
   copy_out(written_, end_, rest.data());
   segments_.clear();
@@ -184,13 +200,34 @@ void RecordWriter::write_queued() {
   queue_own(std::move(rest));
 }
 
+void RecordWriter::write_at(std::span<iovec> pieces, int64_t offset) const {
+  if (file_) {
+    file_->write_at(pieces, offset);
+    return;
+  }
+  auto* to = reinterpret_cast<char*>(part_) + (offset - part_begin_);
+  for (const iovec& piece : pieces) {
+    std::memcpy(to, piece.iov_base, piece.iov_len);
+    to += piece.iov_len;
+  }
+}
+
 SavedFile RecordWriter::finish(const SaveId& save_id, uint32_t rank) {
+  if (!file_) {
+    rest_.resize(static_cast<size_t>(end_ - written_));
+    part_ = reinterpret_cast<uintptr_t>(rest_.data());
+    part_begin_ = written_;
+  }
   write_blocks(end_);
   const std::string footer = encode_footer({save_id, rank, options_.block_bytes, end_, checksums_});
-  iovec piece = piece_of(footer.data(), static_cast<int64_t>(footer.size()));
-  file_.write_at({&piece, 1}, end_);
-  if (options_.sync) file_.sync();
-  file_.close();
+  if (file_) {
+    iovec piece = piece_of(footer.data(), static_cast<int64_t>(footer.size()));
+    file_->write_at({&piece, 1}, end_);
+    if (options_.sync) file_->sync();
+    file_->close();
+  } else {
+    rest_ += footer;
+  }
   SavedFile saved;
   saved.rank = rank;
   saved.num_bytes = end_ + static_cast<int64_t>(footer.size());
@@ -209,23 +246,23 @@ void RecordWriter::write_blocks(int64_t end) {
   const size_t first_checksum = checksums_.size();
   checksums_.resize(first_checksum + static_cast<size_t>(num_blocks));
   std::vector<Scratch> scratches(static_cast<size_t>(options_.num_threads));
-  if (num_blocks > 1) file_.reserve(written_, end - written_);
+  if (file_ && num_blocks > 1) file_->reserve(written_, end - written_);
   parallel_for_items(options_.num_threads, num_blocks, [&](int worker, int64_t item) {
     const int64_t begin = written_ + item * block_bytes;
     const int64_t block_end = std::min(begin + block_bytes, end);
     Scratch& scratch = scratches[static_cast<size_t>(worker)];
     lay_out(begin, block_end, scratch);
     std::vector<iovec> pieces = scratch.pieces;
-    file_.write_at(pieces, begin);
+    write_at(pieces, begin);
     // Behind the write: it has brought the bytes into a core's cache at the pace of the copy, which hides the wait for
     // them. The other way round hashing waits for memory, and costs twice as much.
     Digest digest;
     for (const iovec& piece : scratch.pieces) digest.add(piece.iov_base, piece.iov_len);
     checksums_[first_checksum + static_cast<size_t>(item)] = digest.value();
     if (!summed_.empty()) add_sums(scratch.pieces, begin);
-    if (options_.sync && block_end / kWriteBackBytes > begin / kWriteBackBytes) {
+    if (file_ && options_.sync && block_end / kWriteBackBytes > begin / kWriteBackBytes) {
       const int64_t window_end = block_end / kWriteBackBytes * kWriteBackBytes;
-      file_.start_write_back(window_end - kWriteBackBytes, kWriteBackBytes);
+      file_->start_write_back(window_end - kWriteBackBytes, kWriteBackBytes);
     }
   });
   written_ = end;

@@ -4,6 +4,9 @@
 // threads, each block hashed as soon as it is written. Bytes that lie contiguous in memory go from there to the file;
 // short and strided ones are packed into a buffer of one block per thread first. The addresses must stay valid until
 // write_queued() returns; what is left of the last block is kept. Not for several threads at a time.
+//
+// With `to_memory` there is no file: write_part() in place of write_queued() writes into memory that the caller gives,
+// who brings the parts to where the file is to be, such as an object store; finish() leaves the last bytes in rest().
 #pragma once
 
 #include <cstdint>
@@ -26,6 +29,7 @@ struct WriteOptions {
   uint32_t block_bytes = 0;
   int num_threads = 1;
   bool sync = true;
+  bool to_memory = false;
 };
 
 // Records of one form in a rank file: all that a record says but its key and its place.
@@ -59,8 +63,13 @@ class RecordWriter {
 
   int64_t queued_bytes() const { return end_ - written_; }
   void write_queued();
+  // Writes whole blocks, at most `max_bytes`, to an address. Returns the number of bytes: 0 when all queued blocks are
+  // written.
+  int64_t write_part(uintptr_t address, int64_t max_bytes);
   // Writes the rest and the footer, syncs where asked to, closes. Everything of the result but the name is known then.
   SavedFile finish(const SaveId& save_id, uint32_t rank);
+  // What no part has: less than a block, and the footer.
+  const std::string& rest() const { return rest_; }
 
  private:
   // Bytes [begin, end) of the file: at `address`, or packed from a nest of runs_ where `nest` >= 0.
@@ -85,13 +94,19 @@ class RecordWriter {
   void queue(uintptr_t address, int64_t num_bytes);
   void queue_own(std::string bytes);
   void write_blocks(int64_t end);
+  void write_at(std::span<iovec> pieces, int64_t offset) const;
+  void keep_rest();
   void lay_out(int64_t begin, int64_t end, Scratch& scratch);
   size_t first_segment(int64_t byte) const;
   void copy_out(int64_t begin, int64_t end, char* dst) const;
   void begin_sum(const ElementType& type, const core::Sizes& global_sizes);
   void add_sums(std::span<const iovec> pieces, int64_t begin);
 
-  File file_;
+  std::string path_;
+  std::optional<File> file_;
+  uintptr_t part_ = 0;      // without a file: where its bytes go, from `part_begin_` on
+  int64_t part_begin_ = 0;
+  std::string rest_;
   WriteOptions options_;
   std::vector<SavedRecord> records_;
   std::string tail_frame_;  // of the tensor that has been begun

@@ -168,6 +168,9 @@ struct RunReader::Worker {
   }
 };
 
+RunReader::RunReader() = default;
+RunReader::~RunReader() = default;
+
 int64_t RunReader::add_file(File file, int64_t num_bytes, FileChecksums checksums) {
   Source source{std::move(file), 0, std::move(checksums), {}, {}};
   source.num_bytes = source.file.num_bytes();
@@ -315,6 +318,15 @@ void RunReader::forget() {
   num_boxes_ = 0;
 }
 
+std::vector<RunReader::Unit> RunReader::all_units() {
+  std::vector<Unit> units;
+  for (size_t index = 0; index < sources_.size(); ++index) {
+    const std::vector<Unit> of_source = units_of(index);
+    units.insert(units.end(), of_source.begin(), of_source.end());
+  }
+  return units;
+}
+
 std::vector<DamagedBlock> RunReader::read(int num_threads, Verify verify) {
   // Whatever happens: the memory that was to be filled need not be there any more when the next call reads.
   struct Forgetting {
@@ -323,11 +335,7 @@ std::vector<DamagedBlock> RunReader::read(int num_threads, Verify verify) {
   } forgetting{*this};
   lost_.clear();
   TTE_CHECK(num_threads > 0, "read", "got ", num_threads, " threads, expected at least 1");
-  std::vector<Unit> units;
-  for (size_t index = 0; index < sources_.size(); ++index) {
-    const std::vector<Unit> of_source = units_of(index);
-    units.insert(units.end(), of_source.begin(), of_source.end());
-  }
+  const std::vector<Unit> units = all_units();
   std::vector<Worker> workers(static_cast<size_t>(num_threads));
   std::mutex mutex;
   std::vector<DamagedBlock> damaged;
@@ -337,8 +345,87 @@ std::vector<DamagedBlock> RunReader::read(int num_threads, Verify verify) {
     const std::lock_guard lock(mutex);
     damaged.push_back({unit.source, unit.begin, unit.end});
   });
-  CastCopies& casts = workers.front().casts;
-  for (size_t worker = 1; worker < workers.size(); ++worker) casts.join(workers[worker].casts);
+  std::vector<Worker*> used;
+  for (Worker& worker : workers) used.push_back(&worker);
+  return end_read(used, std::move(damaged));
+}
+
+std::vector<RunReader::Request> RunReader::requests(Verify verify, int64_t max_gap, int64_t max_bytes) {
+  lost_.clear();
+  fetch_ = std::make_unique<Fetch>();
+  Worker worker;
+  for (Unit& unit : all_units()) {
+    const Source& source = sources_[static_cast<size_t>(unit.source)];
+    worker.stretches.clear();
+    source.runs.find(unit.begin, unit.end, worker.stretches);
+    if (worker.stretches.empty() && !unit.is_for_checksum) continue;
+    Worker::sort(worker.stretches);
+    unit.is_verified = is_verified(source, unit, verify, worker);
+    Request needed{unit.source, unit.begin, unit.end};
+    if (!unit.is_verified) {
+      needed.begin = worker.stretches.front().file_bytes;
+      needed.end = needed.begin;
+      for (const Stretch& stretch : worker.stretches) needed.end = std::max(needed.end, stretch.file_end());
+    }
+    std::vector<Request>& requests = fetch_->requests;
+    const bool is_near = !requests.empty() && requests.back().file == needed.file &&
+                         needed.begin >= requests.back().begin && needed.begin - requests.back().end <= max_gap &&
+                         needed.end - requests.back().begin <= max_bytes;
+    if (is_near) {
+      requests.back().end = std::max(requests.back().end, needed.end);
+      ++fetch_->ends.back();
+    } else {
+      requests.push_back(needed);
+      fetch_->ends.push_back(fetch_->units.size() + 1);
+    }
+    fetch_->units.push_back(unit);
+  }
+  return fetch_->requests;
+}
+
+void RunReader::take(int64_t request, std::span<const char> bytes) {
+  TTE_CHECK(fetch_ != nullptr, "take", "no read was begun");
+  Fetch& fetch = *fetch_;
+  const auto index = static_cast<size_t>(request);
+  const auto [file, begin, end] = fetch.requests.at(index);
+  if (static_cast<int64_t>(bytes.size()) != end - begin) {
+    throw_format_error(sources_[static_cast<size_t>(file)].file.path(), begin, "got ", bytes.size(),
+                       " bytes, expected ", end - begin);
+  }
+  std::unique_ptr<Worker> worker;
+  {
+    const std::lock_guard lock(fetch.mutex);
+    if (!fetch.idle.empty()) {
+      worker = std::move(fetch.idle.back());
+      fetch.idle.pop_back();
+    }
+  }
+  if (worker == nullptr) worker = std::make_unique<Worker>();
+  std::vector<DamagedBlock> damaged;
+  for (size_t number = index == 0 ? 0 : fetch.ends[index - 1]; number < fetch.ends[index]; ++number) {
+    const Unit& unit = fetch.units[number];
+    if (!take_unit(unit, bytes, begin, *worker)) damaged.push_back({unit.source, unit.begin, unit.end});
+  }
+  const std::lock_guard lock(fetch.mutex);
+  fetch.idle.push_back(std::move(worker));
+  fetch.damaged.insert(fetch.damaged.end(), damaged.begin(), damaged.end());
+}
+
+std::vector<DamagedBlock> RunReader::finish() {
+  const std::unique_ptr<Fetch> fetch = std::move(fetch_);
+  TTE_CHECK(fetch != nullptr, "finish", "no read was begun");
+  if (fetch->idle.empty()) fetch->idle.push_back(std::make_unique<Worker>());
+  std::vector<Worker*> used;
+  for (const std::unique_ptr<Worker>& worker : fetch->idle) used.push_back(worker.get());
+  std::vector<DamagedBlock> damaged = end_read(used, std::move(fetch->damaged));
+  forget();
+  return damaged;
+}
+
+// What is left when the bytes of all units are in memory; there is at least one worker.
+std::vector<DamagedBlock> RunReader::end_read(std::span<Worker* const> workers, std::vector<DamagedBlock> damaged) {
+  CastCopies& casts = workers.front()->casts;
+  for (Worker* worker : workers.subspan(1)) casts.join(worker->casts);
   casts.finish();
   lost_ = casts.lost();
   for (const core::RunNest& nest : repeats_.nests()) copy_nest(repeats_, nest);
@@ -386,9 +473,28 @@ bool RunReader::read_unit(const Unit& unit, Verify verify, Worker& worker) const
     }
     if (!is_direct) worker.copy_from_buffer(span);
   }
+  return note(source, unit, is_verified, digest.value());
+}
+
+// The same of bytes that were fetched, which begin at byte `begin` of the file.
+bool RunReader::take_unit(const Unit& unit, std::span<const char> bytes, int64_t begin, Worker& worker) const {
+  const Source& source = sources_[static_cast<size_t>(unit.source)];
+  worker.stretches.clear();
+  source.runs.find(unit.begin, unit.end, worker.stretches);
+  Worker::sort(worker.stretches);
+  Digest digest;
+  if (unit.is_verified) {
+    digest.add(bytes.data() + (unit.begin - begin), static_cast<size_t>(unit.end - unit.begin));
+  }
+  copy_from_window(worker.stretches, bytes.data(), begin, worker.casts);
+  return note(source, unit, unit.is_verified, digest.value());
+}
+
+// Notes in the ledger what was done with a block. False where it does not match its checksum.
+bool RunReader::note(const Source& source, const Unit& unit, bool is_verified, uint64_t digest) {
   if (source.checksums.checksums.empty()) return true;
   const auto block = static_cast<size_t>(unit.begin / source.checksums.block_bytes);
-  const bool is_right = !is_verified || digest.value() == source.checksums.checksums.at(block);
+  const bool is_right = !is_verified || digest == source.checksums.checksums.at(block);
   if (source.checksums.states != nullptr) {
     if (is_verified && is_right) {
       source.checksums.states->at(block) = core::BlockState::kVerified;

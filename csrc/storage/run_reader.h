@@ -5,6 +5,9 @@
 // what lies between them going to a buffer that nobody looks at; a block of short runs is read into a buffer and copied
 // from there, or cast. Where the file has checksums, a block that is verified is read whole, and hashed part by part as
 // it comes.
+//
+// Where the bytes come from elsewhere, as from an object store, the same work is done in halves: `requests` says which
+// bytes are needed, `take` gets them, `finish` ends the read.
 #pragma once
 
 #include <algorithm>
@@ -12,6 +15,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
@@ -47,6 +51,11 @@ struct DamagedBlock {
 
 class RunReader {
  public:
+  RunReader();
+  RunReader(RunReader&&) = delete;
+  RunReader& operator=(RunReader&&) = delete;
+  ~RunReader();
+
   // Takes a file. Where `num_bytes` >= 0 it must have that size: else FormatError. Returns its number.
   int64_t add_file(File file, int64_t num_bytes, FileChecksums checksums);
 
@@ -82,6 +91,21 @@ class RunReader {
   // `num_threads` is at least 1.
   std::vector<DamagedBlock> read(int num_threads, Verify verify);
 
+  // Bytes [begin, end) of a file that a read needs.
+  struct Request {
+    int64_t file = 0;
+    int64_t begin = 0;
+    int64_t end = 0;
+  };
+  // What a read of all that was added needs, in order. Parts that are closer than `max_gap` bytes share a request, which
+  // has at most `max_bytes`, or one block. A read that was begun before is forgotten.
+  std::vector<Request> requests(Verify verify, int64_t max_gap, int64_t max_bytes);
+  // Verifies and copies the bytes of one of these requests. Several threads may call this at a time. Throws FormatError
+  // where there are fewer or more bytes than were asked for.
+  void take(int64_t request, std::span<const char> bytes);
+  // Ends the read, as `read` does, also after an error: what was added is forgotten.
+  std::vector<DamagedBlock> finish();
+
   // Of each box of the last `read` of which a finite number has become infinite by its cast, one such number.
   const std::map<int64_t, double>& lost() const { return lost_; }
 
@@ -106,13 +130,27 @@ class RunReader {
     int64_t begin = 0;
     int64_t end = 0;
     bool is_for_checksum = false;  // verified, whether anything of it is wanted or not
+    bool is_verified = false;      // where it was asked for by a request
   };
   struct Worker;
+  // A read between `requests` and `finish`.
+  struct Fetch {
+    std::vector<Unit> units;
+    std::vector<Request> requests;
+    std::vector<size_t> ends;  // of each request, one past its last unit
+    std::mutex mutex;          // of all below
+    std::vector<std::unique_ptr<Worker>> idle;
+    std::vector<DamagedBlock> damaged;
+  };
 
   static void check_inside(const Source& source, int64_t begin, int64_t num_bytes);
   std::vector<Unit> units_of(size_t index);
   static bool is_verified(const Source& source, const Unit& unit, Verify verify, const Worker& worker);
   bool read_unit(const Unit& unit, Verify verify, Worker& worker) const;
+  bool take_unit(const Unit& unit, std::span<const char> bytes, int64_t begin, Worker& worker) const;
+  static bool note(const Source& source, const Unit& unit, bool is_verified, uint64_t digest);
+  std::vector<Unit> all_units();
+  std::vector<DamagedBlock> end_read(std::span<Worker* const> workers, std::vector<DamagedBlock> damaged);
   void forget();
 
   std::vector<Source> sources_;
@@ -120,6 +158,7 @@ class RunReader {
   std::deque<CastMemory> cast_memory_;  // where runs point to it
   std::map<int64_t, double> lost_;
   core::RunList repeats_;  // copies within memory, made behind the reads
+  std::unique_ptr<Fetch> fetch_;
 };
 
 }  // namespace torchtitan_ext::storage

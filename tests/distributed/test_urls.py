@@ -97,7 +97,7 @@ def test_steps_in_a_fallback(tmp_path: Path) -> None:
 
 
 def test_a_save_warns_once_for_a_run() -> None:
-    with pytest.warns(UserWarning, match="memory://urls/warned/step-1: at a URL .* no commit.* no checksums"):
+    with pytest.warns(UserWarning, match="memory://urls/warned/step-1: at this URL .* no commit.* no checksums"):
         tte.save({"step": 1}, "memory://urls/warned/step-1", no_dist=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "memory://")  # stock has words of its own, by version

@@ -257,7 +257,7 @@ class SaveInProgressError(TorchtitanExtError, RuntimeError):
     Attributes:
         path: The directory of both saves.
         owner: The process that saves there, its host, since when.
-        lock: The file that says so.
+        lock: The file that says so; empty in an object store, where the first to commit wins.
     """
 
     path: str
@@ -265,9 +265,34 @@ class SaveInProgressError(TorchtitanExtError, RuntimeError):
     lock: str
 
     def __str__(self) -> str:
+        if not self.lock:
+            return f"save: {self.path} was taken by {self.owner}; save again, or to another place"
         return (
             f"save: {self.path} is being saved to by {self.owner}; wait for it, end it, or save to another directory. "
             f"If it is gone, remove {self.lock}"
+        )
+
+
+@dataclass(eq=False, repr=False)
+class UnknownOutcomeError(TorchtitanExtError, RuntimeError):
+    """An object store has not said in time whether a save is committed: the old or the new checkpoint is there, whole.
+
+    What to do: load or save again when the store answers.
+
+    Attributes:
+        path: The URL of the checkpoint.
+        save_id: The name of the save: ``.metadata`` has it if the save is committed.
+        reason: What the last request got for an answer.
+    """
+
+    path: str
+    save_id: str
+    reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"save: the store has not said whether {self.path} is committed as save {self.save_id} ({self.reason}); "
+            "the old or the new checkpoint is there, whole, and nothing was deleted: look again when the store answers"
         )
 
 

@@ -40,7 +40,7 @@ from torchtitan_ext.dcp_private import (
 from torchtitan_ext.errors import CannotInstallError, WrongValueError, is_of_storage
 from torchtitan_ext.layout.own_boxes import keep_own_boxes
 from torchtitan_ext.storage import FileReader, FileWriter
-from torchtitan_ext.storage.checkpoint_files import is_local
+from torchtitan_ext.storage.location import is_local
 from torchtitan_ext.storage.weights.safetensors_reader import SafetensorsReader
 from torchtitan_ext.storage.weights.writer import SafetensorsWriter
 

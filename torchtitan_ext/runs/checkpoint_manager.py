@@ -37,9 +37,9 @@ from torchtitan_ext.errors import (
 from torchtitan_ext.errors.near_names import nearest_name
 from torchtitan_ext.runs.objects import Optimizers, as_components, grouped_optimizers, is_wrapped
 from torchtitan_ext.storage import FileReader
-from torchtitan_ext.storage.checkpoint_files import is_local
 from torchtitan_ext.storage.commit.branch import living_steps
 from torchtitan_ext.storage.commit.steps import STEP, StepPattern, folders_in_fallback, step_of
+from torchtitan_ext.storage.location import is_local, is_plain_url
 from torchtitan_ext.storage.runs.remote_steps import remote_steps
 from torchtitan_ext.storage.runs.retention import Keep
 
@@ -191,7 +191,7 @@ class CheckpointManager:
         try:
             self._load(components, path)
         except TorchtitanExtError as error:  # the same on every rank
-            if step is not None or not is_local(self.run) or not _may_be_damage(error):
+            if step is not None or is_plain_url(self.run) or not _may_be_damage(error):
                 raise
             good = self._chosen("last-good")
             if good is None or good == path:
@@ -358,8 +358,8 @@ class CheckpointManager:
 
 
 def _grouped_in(path: Path | str, names: list[str]) -> list[str]:
-    """The optimizers whose state a checkpoint has in groups; at a URL it is taken for flat."""
-    if not names or not is_local(path):
+    """The optimizers whose state a checkpoint has in groups; at a URL that fsspec reads it is taken for flat."""
+    if not names or is_plain_url(path):
         return []
     return grouped_optimizers(FileReader(path).read_metadata().state_dict_metadata, names)
 

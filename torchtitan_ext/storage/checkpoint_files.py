@@ -12,10 +12,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError, named, warn
+from torchtitan_ext.storage.location import Location, Place
+
+AnyPlace = TypeVar("AnyPlace", Path, Location, Place)
 
 DATA_SUFFIX = ".distcp"
 
@@ -81,27 +84,22 @@ def sharing_save(name: str) -> str | None:
     return None if match is None else match[2]
 
 
-def is_local(checkpoint_id: str | os.PathLike[str]) -> bool:
-    """Whether this names a directory and no URL. Unlike stock's check it accepts read-only directories."""
-    return isinstance(checkpoint_id, Path) or "://" not in str(checkpoint_id)
-
-
 def safetensors_paths(path: Path) -> list[Path]:
     """A file itself, or the ``*.safetensors`` of a directory, sorted."""
     return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
 
 
-def metadata_path(directory: Path, rank: int | None) -> Path:
+def metadata_path(directory: AnyPlace, rank: int | None) -> AnyPlace:
     return directory / (".metadata" if rank is None else f"__{rank}.metadata")
 
 
-def index_path(directory: Path, rank: int | None, save_id: str | None = None) -> Path:
+def index_path(directory: AnyPlace, rank: int | None, save_id: str | None = None) -> AnyPlace:
     """The path of an index. A save in place adds its id, so that the old index stays until the commit."""
     name = ".tte_index" if rank is None else f"__{rank}.tte_index"
     return directory / (name if save_id is None else f"{name}.{save_id}")
 
 
-def shown(path: Path) -> str:
+def shown(path: Place) -> str:
     """A path for messages of C++: file names need not be valid text."""
     return os.fsencode(path).decode(errors="backslashreplace")
 
@@ -121,7 +119,7 @@ def data_path(directory: Path, relative_path: str) -> Path:
 
 
 def parse_index(
-    path: Path,
+    path: Place,
     content: bytes,
     metadata: bytes | None,
     *,
@@ -176,7 +174,7 @@ def parse_index(
 
 
 def find_stock_tensors(
-    path: Path, places: Mapping[int, int], num_threads: int, descriptor: int = -1
+    path: Place, places: Mapping[int, int], num_threads: int, descriptor: int = -1
 ) -> dict[int, _core.StoredTensor | None]:
     """The plain tensor in each of some records; ``None`` for records that only ``torch.load`` understands.
 
@@ -197,7 +195,7 @@ def find_stock_tensors(
 
 
 def describe_damage(
-    directory: Path,
+    directory: Place,
     blocks: Sequence[tuple[str, int, int]],
     parts: Iterable[_core.Part],
     index: _core.Index | None,

@@ -129,7 +129,7 @@ def test_a_text_path_below_directories_of_others_is_local(tmp_path: Path, monkey
     tte.save(state_of(2), str(tmp_path / "step-2"), no_dist=True)
     assert any(name.startswith(".tte_index") for name in os.listdir(tmp_path / "step-2"))
     check_step(str(tmp_path / "step-2"), 2)
-    assert not FileReader.validate_checkpoint_id("s3://bucket/step-1")
+    assert not FileReader.validate_checkpoint_id("memory://bucket/step-1")
 
 
 def test_what_other_users_left_does_not_fail_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

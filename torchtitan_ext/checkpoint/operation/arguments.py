@@ -22,8 +22,8 @@ from torchtitan_ext.checkpoint.rules.policy import Source
 from torchtitan_ext.errors import Problem, WrongValueError, argument_error, check_argument, differing
 from torchtitan_ext.ranks.exchange import has_backend
 from torchtitan_ext.ranks.side_group import can_have_side_group
-from torchtitan_ext.storage.checkpoint_files import is_local
 from torchtitan_ext.storage.commit.steps import StepPattern
+from torchtitan_ext.storage.location import is_local, is_plain_url
 from torchtitan_ext.transforms.rules import Transform
 
 # A month: longer times overflow the timers of backends, which count in milliseconds.
@@ -61,7 +61,7 @@ def check_step(path: Any, step: Any, pattern: Any = None, fallback: Any = None) 
         raise argument_error("load", "step", step, "a number, 'latest' or 'last-good'")
     if path is None:
         raise ValueError(f"load: got step={step!r} without a path, expected the directory of the run")
-    if step == "last-good" and not is_local(path):
+    if step == "last-good" and is_plain_url(path):
         raise WrongValueError(
             f"load: got step='last-good' and {str(path)!r}, expected a directory: files at a URL have no checksums; "
             "pass step='latest' or a number"

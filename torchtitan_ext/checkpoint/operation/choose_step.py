@@ -11,11 +11,11 @@ from typing import Literal
 
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.errors import AbsentRunError, NoCheckpointError, UnknownFormatError, named, warn
-from torchtitan_ext.storage.checkpoint_files import is_local
 from torchtitan_ext.storage.commit.branch import abandoned_steps, finished_steps, steps_aside
 from torchtitan_ext.storage.commit.steps import folders_in_fallback, is_absent, patterns_in, step_of, step_paths
 from torchtitan_ext.storage.formats.detect import checkpoints_in, format_of
 from torchtitan_ext.storage.inspect.verify import find_damage
+from torchtitan_ext.storage.location import is_local, place_at
 from torchtitan_ext.storage.runs.remote_steps import remote_steps
 
 Step = int | Literal["latest", "last-good"]
@@ -113,7 +113,7 @@ def _last_good(run: Path | str, found: _Found, phases: Phases) -> Path | str:
         path = found.finished.get(number)
         reason: str | None = "it has no .metadata: its save has not finished"
         if path is not None:
-            verify = partial(find_damage, Path(path), part=phases.rank, num_parts=phases.size)
+            verify = partial(find_damage, place_at(path), part=phases.rank, num_parts=phases.size)
             damages = phases.on_all("verify", verify, doing=_VERIFYING)
             reason = next((damage for damage in damages if damage is not None), None)
             if reason is None:

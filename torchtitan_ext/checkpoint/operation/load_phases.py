@@ -59,6 +59,7 @@ from torchtitan_ext.errors import Problem, ReplicaMismatchError, StateRefusedErr
 from torchtitan_ext.state.nested import holds_tensor, set_member
 from torchtitan_ext.storage import FileReader
 from torchtitan_ext.storage.futures import result_of
+from torchtitan_ext.storage.location import is_local
 from torchtitan_ext.storage.weights.safetensors_reader import reader_at
 from torchtitan_ext.transforms.reader import MappedReader
 
@@ -196,17 +197,16 @@ def _other_metadata(seen: Sequence[Sequence[str]], names: Sequence[str]) -> list
 
 def open_source(source: Source, planner: StockLoadPlanner, rank: int) -> OpenSource:
     """A source with its metadata, which this rank reads. Not collective."""
-    is_local = source.path is not None and FileReader.validate_checkpoint_id(source.path)
-    if source.storage_reader is None and source.path is not None and is_local:
+    if source.storage_reader is None and source.path is not None and FileReader.validate_checkpoint_id(source.path):
         reader: StorageReader = reader_at(source.path) if source.transform is None else MappedReader(source.path)
     elif source.transform is not None:
-        detail = "a transform reads checkpoints in directories; copy it to one"
+        detail = "a transform reads no storage of others; copy the checkpoint to a directory"
         raise refusal("load", [Problem("no_checkpoint", str(source.path), detail)])
     else:
         reader = cast(StorageReader, storage_setup(source.storage_reader, source.path, reader=True))
     name = str(source.path or type(reader).__name__)
     is_directory = isinstance(reader, FileReader) or type(reader) is FileSystemReader
-    path = Path(reader.path) if is_directory else None  # type: ignore[attr-defined]
+    path = Path(reader.path) if is_directory and is_local(reader.path) else None  # type: ignore[attr-defined]
     options = planner if isinstance(planner, LoadPlanner) else LoadPlanner()
     metadata, is_of_one_rank = read_metadata(reader, name, rank, path)
     if isinstance(reader, MappedReader) and source.transform is not None and not is_of_one_rank:

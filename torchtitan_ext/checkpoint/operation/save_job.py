@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from torchtitan_ext.checkpoint.operation.arguments import check_group, check_pattern, check_state_and_place
 from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
 from torchtitan_ext.errors import WrongValueError, check_argument, check_choice, check_count, value_error
-from torchtitan_ext.storage.checkpoint_files import is_local
 from torchtitan_ext.storage.commit.branch import Branch
 from torchtitan_ext.storage.commit.steps import folders_in_fallback, step_of
+from torchtitan_ext.storage.location import is_local, is_plain_url, is_url
 from torchtitan_ext.storage.runs.retention import Keep
 from torchtitan_ext.storage.weights.writer import MAX_FILE_BYTES
 from torchtitan_ext.transforms.rules import Transform
@@ -139,20 +139,16 @@ class SaveJob:
                     f"{operation}: got {name}={value!r} and a storage_writer; give it to the writer: FileWriter(path, "
                     f"{name}={given})"
                 )
-        for is_asked, option, place, why in (
-            (self.branch == "error", "branch='error'", self.path, "newer steps at a URL are not looked for, and stay"),
-            (self.fingerprints, "fingerprints=True", self.path, "they stand in an index, which a URL has not"),
-            (reuse, f"reuse={reuse!r}", self.path, "other storage has no links"),
-            (reuse, f"reuse={reuse!r}", reuse, "other storage has no links"),
-            (
-                self.keep,
-                f"keep={self.keep and self.keep.newest}",
-                self.place,
-                "steps at a URL are not removed; leave keep= out, and remove old ones by a rule of the storage or by "
-                "hand",
-            ),
+        removes = "steps at this URL are not removed; leave keep= out, and remove old ones by a rule of the storage"
+        keep = f"keep={self.keep and self.keep.newest}"
+        for is_asked, option, place, is_refused, why in (
+            (self.branch == "error", "branch='error'", self.path, is_url, "newer steps at a URL are not looked for"),
+            (reuse is not None, f"reuse={reuse!r}", self.path, is_url, "other storage has no links"),
+            (reuse is not None, f"reuse={reuse!r}", reuse, is_url, "other storage has no links"),
+            (self.fingerprints, "fingerprints=True", self.path, is_plain_url, "they stand in an index of our files"),
+            (self.keep is not None, keep, self.place, is_plain_url, removes),
         ):
-            if is_asked and place is not None and not is_local(place):
+            if is_asked and place is not None and is_refused(place):
                 raise WrongValueError(f"{operation}: got {option} and {str(place)!r}, expected a directory: {why}")
 
     def _check_weights(self, operation: str) -> None:

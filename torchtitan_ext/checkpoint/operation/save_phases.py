@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import NoneType
 from typing import Any, cast
 
@@ -27,8 +26,9 @@ from torchtitan_ext.dcp_private import storage_setup
 from torchtitan_ext.errors import CheckpointFailedError, differing, only_printed, refusal, warn
 from torchtitan_ext.ranks.exchange import has_backend
 from torchtitan_ext.storage import FileWriter
-from torchtitan_ext.storage.checkpoint_files import is_local
 from torchtitan_ext.storage.futures import result_of
+from torchtitan_ext.storage.location import is_in_object_store, is_plain_url, names_object_store, place_at
+from torchtitan_ext.storage.native.object_writer import ObjectWriter
 from torchtitan_ext.storage.native.shared_files import WrittenFiles
 from torchtitan_ext.storage.runs.retention import remove_old_steps
 from torchtitan_ext.storage.weights.one_writer import WriterRanks
@@ -42,6 +42,7 @@ _ASKING = "components were asked for their state; nothing was changed"
 _OURS = (FileWriter, SafetensorsWriter)
 _RUNS_AT_URLS: set[str] = set()
 """The runs of which this process has warned."""
+_WITH_OBSTORE = ", and in this store with torchtitan-ext[remote]"
 _EXCHANGING = "ranks exchanged plans and results; checkpoints in other directories are as they were"
 
 
@@ -85,6 +86,8 @@ def writer_at(job: SaveJob) -> StorageWriter:
     if job.format == "safetensors" and path is not None:
         weights_map = None if job.transform is None else TransformedTensors(job.transform)
         return SafetensorsWriter(path, max_file_bytes=job.max_file_bytes, weights_map=weights_map)
+    if writer is None and path is not None and is_in_object_store(path):
+        return ObjectWriter(path, fingerprints=job.fingerprints)
     if writer is None and path is not None and FileWriter.validate_checkpoint_id(path):
         made = FileWriter(
             path, fingerprints=job.fingerprints, reuse=job.reuse, step_pattern=job.step_pattern, branch=job.branch
@@ -141,15 +144,15 @@ def _form_of(job: SaveJob) -> str:
 
 def _warn_of_url(job: SaveJob) -> None:
     """Warns, once for a run, that stock's writer is taken."""
-    if job.path is None or is_local(job.path) or job.storage_writer is not None:
+    if job.path is None or not is_plain_url(job.path) or job.storage_writer is not None:
         return
     run = os.fspath(job.path).rstrip("/").rpartition("/")[0]
     if run not in _RUNS_AT_URLS:
         _RUNS_AT_URLS.add(run)
         warn(
-            f"{job.path}: at a URL the files are stock's, by fsspec: no commit, so that a save over an earlier one "
+            f"{job.path}: at this URL the files are stock's, by fsspec: no commit, so that a save over an earlier one "
             "that dies leaves neither, and no checksums, so that loads see no damage; on a mounted directory there "
-            "are both"
+            f"are both{_WITH_OBSTORE if names_object_store(job.path) else ''}"
         )
 
 
@@ -217,7 +220,9 @@ def save_values(
             writer.confirm = phases.confirm
         writer.finish(metadata=metadata, results=results)
         storage_meta = writer.storage_meta()
-        path = writer.target if isinstance(writer, _OURS) else getattr(storage_meta, "checkpoint_id", None)
+        path = getattr(storage_meta, "checkpoint_id", None)
+        if isinstance(writer, _OURS) and not isinstance(writer, ObjectWriter):
+            path = writer.target
         return SaveResult(
             str(path or type(writer).__name__),
             str(getattr(storage_meta, "save_id", "")),
@@ -236,7 +241,7 @@ def save_values(
         raise
     if job.keep is not None and phases.is_coordinator:
         with only_printed():
-            remove_old_steps(Path(saved.path), job.keep, job.step_pattern)
+            remove_old_steps(place_at(saved.path), job.keep, job.step_pattern)
     phases.log_metrics(logger, saved.num_bytes, path=saved.path)
     return dataclasses.replace(saved, seconds=dict(phases.seconds))
 

@@ -10,8 +10,8 @@ from torchtitan_ext.cli.commands.ls import why_no_run
 from torchtitan_ext.cli.options import Json, RunOrUrl, StepNames, refusing_wrong_usage
 from torchtitan_ext.cli.output import UNREADABLE, print_json, print_problem
 from torchtitan_ext.errors import named
-from torchtitan_ext.storage.checkpoint_files import is_local
 from torchtitan_ext.storage.commit.steps import patterns_in, step_of
+from torchtitan_ext.storage.location import is_local
 from torchtitan_ext.storage.runs.listing import list_steps
 from torchtitan_ext.storage.runs.remote_steps import remote_steps
 from torchtitan_ext.storage.runs.retention import latest

@@ -19,9 +19,10 @@ from torchtitan_ext.dcp_private import StorageInfo
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.offline.sources import open_source as open_files
 from torchtitan_ext.storage import FileReader
-from torchtitan_ext.storage.checkpoint_files import data_file_bytes, is_local, metadata_file_bytes
+from torchtitan_ext.storage.checkpoint_files import data_file_bytes, metadata_file_bytes
 from torchtitan_ext.storage.formats.detect import Format, format_of, how_to_load
 from torchtitan_ext.storage.formats.plain_files import PlainFiles
+from torchtitan_ext.storage.location import is_local
 from torchtitan_ext.storage.metadata.dcp_objects import metadata_of_state, places_of
 from torchtitan_ext.storage.metadata.saved_state import SavedState
 

@@ -105,6 +105,11 @@ class RunningSave:
         self._new_parents = new_parents
         self._may_be_committed = False
 
+    @property
+    def commits_by_metadata(self) -> bool:
+        """Whether the rename of ``.metadata`` is the commit, as it is in place."""
+        return not self.place.is_staged
+
     def check_names(self, names: Sequence[str]) -> None:
         """Raises CheckpointFailedError if a rank wrote under the names of another save, because it saw an old lock."""
         expected = self.place.save_id if self.place.is_named_by_id else None
@@ -180,10 +185,7 @@ class RunningSave:
         Returns:
             What ``commit`` does, and the bytes of the file at that path.
         """
-        content = metadata or b""
-        num_bytes = NO_METADATA if metadata is None else len(metadata)
-        save_id = bytes.fromhex(self.place.save_id)
-        index = _core.encode_index(save_id, num_bytes, _core.digest(content), notes, files, tables, has_sums=has_sums)
+        index = encode_index(self.place.save_id, files, metadata, notes, tables, has_sums=has_sums)
         path = self.commit(index, metadata, sync=sync, confirm=confirm)
         return path, index if metadata is None else metadata
 
@@ -229,6 +231,21 @@ class RunningSave:
             else:
                 remove_replaced(target, self.place.save_id, self._rank)
         self._lock.release()
+
+
+def encode_index(
+    save_id: str,
+    files: Sequence[_core.RankFile],
+    metadata: bytes | None,
+    notes: Sequence[tuple[str, str]],
+    tables: bytes = b"",
+    *,
+    has_sums: bool,
+) -> bytes:
+    """The index of the files of all ranks beside these bytes of ``.metadata``, or instead of it."""
+    num_bytes = NO_METADATA if metadata is None else len(metadata)
+    digest = _core.digest(metadata or b"")
+    return _core.encode_index(bytes.fromhex(save_id), num_bytes, digest, notes, files, tables, has_sums=has_sums)
 
 
 def notes_of_save(num_ranks: int) -> list[tuple[str, str]]:

@@ -45,13 +45,18 @@ def stage_path(target: Path, save_id: str) -> Path:
     return target.parent / f".tte-{save_id}"
 
 
+def is_checkpoint_name(name: str) -> bool:
+    """Whether our saves or stock DCP give such a name to a file of a checkpoint."""
+    return _OF_CHECKPOINT.fullmatch(name) is not None
+
+
 def checkpoint_names(directory: Path) -> tuple[list[str], list[str]]:
     """The names of a checkpoint's files in a directory, and all other names."""
     ours: list[str] = []
     others: list[str] = []
     with os.scandir(directory) as entries:
         for entry in entries:
-            is_ours = _OF_CHECKPOINT.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
+            is_ours = is_checkpoint_name(entry.name) and entry.is_file(follow_symlinks=False)
             (ours if is_ours else others).append(entry.name)
     return ours, others
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError, SavedOverError
 from torchtitan_ext.storage.checkpoint_files import data_path, index_path, is_save_id, sharing_save, shown
 from torchtitan_ext.storage.commit.leftovers import checkpoint_names
+from torchtitan_ext.storage.location import Place
 
 # A rank may need thousands of files of a larger world: those beyond this number are opened when they are read.
 _MAX_HELD = 512
@@ -114,6 +115,29 @@ class OpenedCheckpoint:
             self._files[name] = self._open(name)
         return self._files[name]
 
+    def expect(self, files: Mapping[str, _core.RankFile]) -> None:
+        """Nothing: what an index says of the files is not needed to open them."""
+
+    def names(self) -> list[str]:
+        """The names of the checkpoint's files that are there now, in no order."""
+        return checkpoint_names(self.directory)[0]
+
+    def size(self, name: str) -> int | None:
+        """The size of a file; ``None`` if it is not there."""
+        try:
+            return os.stat(name, dir_fd=self._directory).st_size
+        except OSError:
+            return None
+
+    def bring(self, name: str, places: Mapping[int, int]) -> None:
+        """Nothing: the records at these places, of these lengths, are there to be read."""
+
+    def read(
+        self, runs: _core.RunReader, names: Sequence[str], num_threads: int, verify: str
+    ) -> list[_core.DamagedBlock]:
+        """Reads what was added to a RunReader; ``names`` are those of its files."""
+        return runs.read(num_threads, verify)
+
     def has(self, file: _core.RankFile) -> bool:
         """Whether a rank file is there with the footer that the index describes."""
         try:
@@ -183,7 +207,7 @@ class Footers:
         self.are_expected = is_save_id(save_id)
         self.save_id = bytes.fromhex(save_id) if is_save_id(save_id) else b""
 
-    def find(self, path: Path, descriptor: int) -> _core.RankFile | None:
+    def find(self, path: Place, descriptor: int) -> _core.RankFile | None:
         """A file as an index would describe it, without its records; ``None`` for a file of another writer.
 
         Raises:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torchtitan_ext.errors import WrongValueError
-from torchtitan_ext.storage.checkpoint_files import index_path, is_local, metadata_path
+from torchtitan_ext.storage.checkpoint_files import index_path, metadata_path
+from torchtitan_ext.storage.location import is_local
 
 _NUMBER = re.compile(r"\{step(?::0(\d+)d?)?\}")
 

@@ -13,6 +13,8 @@ from typing import Literal
 from torchtitan_ext.errors import UnknownFormatError, named
 from torchtitan_ext.storage.commit.branch import latest_path
 from torchtitan_ext.storage.commit.steps import find_steps, step_of
+from torchtitan_ext.storage.location import Location, place_at
+from torchtitan_ext.storage.objects.folder import ObjectFolder
 
 Format = Literal["dcp", "safetensors", "torch"]
 """``dcp``: a directory of torch.distributed.checkpoint, stock's or ours. ``safetensors``: a file, or a directory with
@@ -40,7 +42,11 @@ def format_of(path: str | os.PathLike[str]) -> Format:
         UnknownFormatError: There is no checkpoint of these formats.
         OSError: There is nothing at the path, or it cannot be read.
     """
-    place = Path(path)
+    place = place_at(path)
+    if isinstance(place, Location):
+        if any(map(_DCP_NAME.fullmatch, ObjectFolder(place).stamps())):
+            return "dcp"
+        raise UnknownFormatError(str(place), "the folder has no .metadata")
     if place.is_dir():
         names = os.listdir(place)
         if any(map(_DCP_NAME.fullmatch, names)):

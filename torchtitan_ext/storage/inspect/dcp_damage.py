@@ -13,7 +13,6 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple, cast
 
 from torchtitan_ext import _core
@@ -26,16 +25,16 @@ from torchtitan_ext.storage.checkpoint_files import (
     shown,
     thread_count_of,
 )
-from torchtitan_ext.storage.commit.leftovers import checkpoint_names
-from torchtitan_ext.storage.commit.opened import Footers, OpenedCheckpoint
+from torchtitan_ext.storage.commit.opened import Footers
 from torchtitan_ext.storage.formats.archives import FilePart, archive_damage
-from torchtitan_ext.storage.formats.contents import size_of
 from torchtitan_ext.storage.formats.detect import ZIP_START, Format
+from torchtitan_ext.storage.location import Place
 from torchtitan_ext.storage.metadata.saved_metadata import (
     SavedMetadata,
     ranks_with_metadata,
     read_saved_metadata,
 )
+from torchtitan_ext.storage.objects.opened import Opened, open_checkpoint
 from torchtitan_ext.storage.progress import OnBytes
 
 # Bytes read at a time: a multiple of the blocks that have checksums.
@@ -88,7 +87,7 @@ class Damage(NamedTuple):
 _LOST = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 
 
-def damage_of_error(file: str, path: Path, error: OSError) -> Damage:
+def damage_of_error(file: str, path: Place, error: OSError) -> Damage:
     """The damage that an error of the system means: the file is missing, or cannot be read."""
     if error.errno in _LOST:
         return Damage(file, f"{path}: {error.strerror}", "lost")
@@ -110,7 +109,7 @@ class Verdict:
         without_fingerprints: Keys of tensors that were not compared for want of fingerprints.
     """
 
-    path: Path
+    path: Place
     format: Format
     is_deep: bool
     damages: Sequence[Damage]
@@ -126,23 +125,23 @@ class Verdict:
         return any(damage.kind != "unreadable" for damage in self.damages)
 
 
-def verify_dcp(path: Path, *, is_deep: bool, on_bytes: OnBytes) -> Verdict:
+def verify_dcp(path: Place, *, is_deep: bool, on_bytes: OnBytes) -> Verdict:
     """All damages of a checkpoint, or of the checkpoints of all ranks if each has metadata of its own.
 
     Raises:
         FileNotFoundError: There is neither ``.metadata`` nor an index that replaces it.
     """
-    opened = OpenedCheckpoint(path)
-    names, _ = checkpoint_names(path)
-    is_own = not {".metadata", ".tte_index"} & set(names)
+    opened = open_checkpoint(path)
+    is_own = not {".metadata", ".tte_index"} & set(opened.names())
     looks = [
-        DcpLook(opened, rank, is_deep, True, on_bytes) for rank in (ranks_with_metadata(path) if is_own else [None])
+        DcpLook(opened, rank, is_deep, True, on_bytes)
+        for rank in (ranks_with_metadata(opened.names()) if is_own else [None])
     ]
     damages = [damage for look in looks for damage in look.damages()]
     damages += [look.lost_index for look in looks if look.lost_index is not None]
     unproved = sorted(set().union(*(look.unproved for look in looks))) if is_deep else []
     files = set().union(*(look.names for look in looks))
-    there = sum(size_of(path / name) or 0 for name in files)
+    there = sum(opened.size(name) or 0 for name in files)
     return Verdict(path, "dcp", is_deep, damages, len(files), there, unproved)
 
 
@@ -160,9 +159,7 @@ class DcpLook:
         lost_index: Set if data files of ours have no index. It is not among ``damages``: the files can be loaded.
     """
 
-    def __init__(
-        self, files: OpenedCheckpoint, rank: int | None, is_deep: bool, with_crcs: bool, on_bytes: OnBytes
-    ) -> None:
+    def __init__(self, files: Opened, rank: int | None, is_deep: bool, with_crcs: bool, on_bytes: OnBytes) -> None:
         self.names: set[str] = set()
         self.unproved: set[str] = set()
         self.lost_index: Damage | None = None
@@ -205,12 +202,12 @@ class DcpLook:
 
     @property
     def _metadata_name(self) -> str:
-        path = metadata_path(self._files.directory, self._rank)
-        return path.name if path.exists() else index_path(path.parent, self._rank).name
+        name = metadata_path(self._files.directory, self._rank).name
+        has_metadata = self._files.size(name) is not None
+        return name if has_metadata else index_path(self._files.directory, self._rank).name
 
     def _file_named_in(self, sentence: str) -> str:
-        names, _ = checkpoint_names(self._files.directory)
-        places = {sentence.find(f"/{name}"): name for name in sorted(names)}
+        places = {sentence.find(f"/{name}"): name for name in sorted(self._files.names())}
         return places[min(at for at in places if at >= 0)] if max(places, default=-1) >= 0 else self._metadata_name
 
     def _file_damages(
@@ -266,7 +263,7 @@ class DcpLook:
         self, saved: SavedMetadata, parts: _core.SavedParts, runs: _core.RunReader, name: str, num_bytes: int
     ) -> Iterator[Damage]:
         """Bytes that do not match our checksums; without an index, tensors that differ from the metadata."""
-        damaged = self._damaged_bytes(runs, num_bytes)
+        damaged = self._damaged_bytes(runs, name, num_bytes)
         of_file = parts.of_file(name) if damaged else []
         for begin, end in damaged:
             what = describe_damage(self._files.directory, [(name, begin, end)], of_file, saved.index)
@@ -275,14 +272,14 @@ class DcpLook:
             tensors = [part for part in parts.of_file(name) if part.offsets is not None]
             yield from self._shape_damages(name, self._files.descriptor(name), parts, tensors)
 
-    def _damaged_bytes(self, runs: _core.RunReader, num_bytes: int) -> list[tuple[int, int]]:
+    def _damaged_bytes(self, runs: _core.RunReader, name: str, num_bytes: int) -> list[tuple[int, int]]:
         """Ranges of bytes that do not match their checksums; adjacent blocks are one range."""
         buffer = ctypes.create_string_buffer(min(num_bytes, _READ_BYTES))
         ranges: list[tuple[int, int]] = []
         for begin in range(0, num_bytes, _READ_BYTES):
             count = min(_READ_BYTES, num_bytes - begin)
             runs.add_bytes(0, begin, count, ctypes.addressof(buffer))
-            for block in runs.read(thread_count_of(None), "all"):
+            for block in self._files.read(runs, [name], thread_count_of(None), "all"):
                 first = ranges.pop()[0] if ranges and ranges[-1][1] == block.begin else block.begin
                 ranges.append((first, block.end))
             self._on_bytes(count)
@@ -329,7 +326,7 @@ class DcpLook:
         )
 
 
-def _metadata_damages(saved: SavedMetadata, path: Path) -> Iterator[Damage]:
+def _metadata_damages(saved: SavedMetadata, path: Place) -> Iterator[Damage]:
     """Damages in the metadata: chunks without a place, tensors whose chunks do not hold every element once."""
     for lost in saved.columns.unplaced_chunks(_MAX_UNPLACED):
         yield Damage(path.name, f"{path} does not say in which file {lost.fqn}{_at(lost.offsets)} lies", "metadata")

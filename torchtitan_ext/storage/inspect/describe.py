@@ -51,7 +51,7 @@ def _describe_dcp(path: Path, rank: int | None) -> Contents:
     try:
         saved = read_saved_metadata(OpenedCheckpoint(path), rank, verify="none")
     except FileNotFoundError:
-        ranks = ranks_with_metadata(path)
+        ranks = ranks_with_metadata(os.listdir(path))
         if not ranks or rank in ranks:
             raise
         text = f"each rank has metadata of its own ({_listed(ranks)}) and rank {rank} has none: name one of these"

@@ -22,10 +22,12 @@ from torchtitan_ext.storage.formats.safetensors_files import (
     sizes_of_tensor,
 )
 from torchtitan_ext.storage.inspect.dcp_damage import Damage, DcpLook, Verdict, damage_of_error, verify_dcp
+from torchtitan_ext.storage.location import Location, Place
+from torchtitan_ext.storage.objects.opened import open_checkpoint
 from torchtitan_ext.storage.progress import OnBytes
 
 
-def verify(path: Path, *, is_deep: bool = False, on_bytes: OnBytes = lambda num_bytes: None) -> Verdict:
+def verify(path: Place, *, is_deep: bool = False, on_bytes: OnBytes = lambda num_bytes: None) -> Verdict:
     """Finds all damages of a checkpoint.
 
     Args:
@@ -43,7 +45,7 @@ def verify(path: Path, *, is_deep: bool = False, on_bytes: OnBytes = lambda num_
     return verifiers[format_of(path)](path, is_deep=is_deep, on_bytes=on_bytes)
 
 
-def find_damage(path: Path, *, part: int = 0, num_parts: int = 1, is_deep: bool = True) -> str | None:
+def find_damage(path: Place, *, part: int = 0, num_parts: int = 1, is_deep: bool = True) -> str | None:
     """The first damage of a DCP checkpoint, in its metadata or in the files of one of several parts; ``None`` without.
 
     For files of stock DCP, which have no checksums, only sizes are checked. A lost index is no damage: files have
@@ -53,15 +55,17 @@ def find_damage(path: Path, *, part: int = 0, num_parts: int = 1, is_deep: bool 
         is_deep: Whether to read all bytes of these files.
     """
     try:
-        look = DcpLook(OpenedCheckpoint(path), None, is_deep=is_deep, with_crcs=False, on_bytes=lambda num_bytes: None)
+        look = DcpLook(open_checkpoint(path), None, is_deep=is_deep, with_crcs=False, on_bytes=lambda num_bytes: None)
         damage = next(look.damages(part, num_parts), None)
     except (TorchtitanExtError, OSError, ValueError) as error:
         return str(error)
     return None if damage is None else damage.what
 
 
-def is_whole(path: Path) -> bool:
+def is_whole(path: Place) -> bool:
     """Whether all files of a checkpoint are there with their sizes and belong together; reads no data."""
+    if isinstance(path, Location):
+        return find_damage(path, is_deep=False) is None
     try:
         opened = OpenedCheckpoint(path)
         try:

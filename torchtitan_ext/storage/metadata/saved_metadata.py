@@ -5,19 +5,18 @@ Imports no torch: ``metadata_file`` makes DCP's objects of the columns.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any, TypeGuard
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError, warn
 from torchtitan_ext.layout.world import World
 from torchtitan_ext.storage.checkpoint_files import index_path, metadata_path, parse_index, shown
-from torchtitan_ext.storage.commit.opened import OpenedCheckpoint
+from torchtitan_ext.storage.location import Place
+from torchtitan_ext.storage.objects.opened import Opened
 
 DCP_VERSION = "1.0.0"
 """The version of DCP's format that is written, and the highest that is read."""
@@ -87,12 +86,12 @@ def recorded_paths(planner_data: Any, fqns: Iterable[str]) -> dict[str, tuple[st
     return {fqn: path for fqn in fqns if (path := recorded_path(planner_data, fqn)) is not None}
 
 
-def ranks_with_metadata(directory: Path) -> list[int]:
-    """The ranks that have metadata of their own (``use_collectives=False``), in order."""
-    return sorted(int(match[1]) for name in os.listdir(directory) if (match := _RANK_METADATA.fullmatch(name)))
+def ranks_with_metadata(names: Iterable[str]) -> list[int]:
+    """The ranks that have metadata of their own (``use_collectives=False``) among files of a checkpoint, in order."""
+    return sorted(int(match[1]) for name in names if (match := _RANK_METADATA.fullmatch(name)))
 
 
-def read_saved_metadata(files: OpenedCheckpoint, rank: int | None, *, verify: str) -> SavedMetadata:
+def read_saved_metadata(files: Opened, rank: int | None, *, verify: str) -> SavedMetadata:
     """Reads metadata and index of a checkpoint.
 
     Args:
@@ -108,7 +107,7 @@ def read_saved_metadata(files: OpenedCheckpoint, rank: int | None, *, verify: st
 
 
 def read_without_index(
-    files: OpenedCheckpoint, rank: int | None, *, verify: str, properties: Sequence[str] = ()
+    files: Opened, rank: int | None, *, verify: str, properties: Sequence[str] = ()
 ) -> SavedMetadata:
     """``read_saved_metadata`` without the index beside a ``.metadata``; ``properties`` as for ``parse_pickle``."""
     path = metadata_path(files.directory, rank)
@@ -123,20 +122,20 @@ def read_without_index(
     return _saved(parsed, f"{_core.digest(data):016x}", data, None)
 
 
-def read_index_beside(
-    files: OpenedCheckpoint, rank: int | None, saved: SavedMetadata, verify: str
-) -> _core.Index | None:
+def read_index_beside(files: Opened, rank: int | None, saved: SavedMetadata, verify: str) -> _core.Index | None:
     """The index beside the ``.metadata`` that ``read_without_index`` has read."""
     path, content = files.read_index(rank, saved.save_id)
     if content is None:
         return None
     named = cache(lambda: {file.path for file in saved.columns.describe_files()})
     try:
-        return parse_index(
+        index = parse_index(
             path, content, saved.content, verify=verify, has_file=lambda file: file.name in named() and files.has(file)
         )
     except OverflowError as error:
         raise DamagedCheckpointError(f"{files.directory}: its records have no end ({error})") from None
+    files.expect({} if index is None else index.files)
+    return index
 
 
 def parse_pickle(data: bytes, properties: Sequence[str] = ()) -> _core.ParsedMetadata:
@@ -160,7 +159,7 @@ def parse_pickle(data: bytes, properties: Sequence[str] = ()) -> _core.ParsedMet
     return parsed
 
 
-def parse_tables(tables: bytes, files: Iterable[_core.RankFile], path: Path) -> _core.ParsedMetadata:
+def parse_tables(tables: bytes, files: Iterable[_core.RankFile], path: Place) -> _core.ParsedMetadata:
     """The metadata in the tables of an index that replaces ``.metadata``.
 
     Raises:
@@ -172,9 +171,7 @@ def parse_tables(tables: bytes, files: Iterable[_core.RankFile], path: Path) -> 
     return parsed
 
 
-def _of_index_alone(
-    files: OpenedCheckpoint, rank: int | None, verify: str, missing: FileNotFoundError
-) -> SavedMetadata:
+def _of_index_alone(files: Opened, rank: int | None, verify: str, missing: FileNotFoundError) -> SavedMetadata:
     """Of a checkpoint without a ``.metadata``; raises ``missing`` without an index that replaces it."""
     path = index_path(files.directory, rank)
     try:

@@ -22,10 +22,11 @@ from torch.futures import Future
 from torchtitan_ext import _core
 from torchtitan_ext.dcp_private import ExtensionRegistry
 from torchtitan_ext.errors import DamagedCheckpointError, SavedOverError, warn
-from torchtitan_ext.storage.checkpoint_files import Record, is_local
+from torchtitan_ext.storage.checkpoint_files import Record
 from torchtitan_ext.storage.commit.branch import remember_step
 from torchtitan_ext.storage.commit.opened import Footers
 from torchtitan_ext.storage.futures import finished
+from torchtitan_ext.storage.location import is_plain_url, place_at
 from torchtitan_ext.storage.metadata.lazy_metadata import PROPERTIES
 from torchtitan_ext.storage.metadata.metadata_file import metadata_of
 from torchtitan_ext.storage.metadata.saved_metadata import SavedMetadata, read_index_beside, read_without_index
@@ -73,7 +74,7 @@ class FileReader(VerifiedFiles, StorageReader):
     read as stock's, with a warning.
 
     Args:
-        path: Directory of the checkpoint.
+        path: Directory of the checkpoint, or its URL in an object store.
         verify: Which blocks are compared with their checksums, in files that have any: ``"auto"`` each block of which
             anything is read, once in a load: with ``tte.load`` by one of the ranks, else by each rank that reads of it;
             ``"all"`` each block in each read of each rank; ``"none"`` none. A block is read whole to be compared.
@@ -102,14 +103,14 @@ class FileReader(VerifiedFiles, StorageReader):
     ) -> None:
         if verify not in ("auto", "all", "none"):
             raise ValueError(f"FileReader: got verify={verify!r}, expected 'auto', 'all' or 'none'")
-        super().__init__(Path(path), verify, thread_count)
+        super().__init__(place_at(path), verify, thread_count)
         self.load_id = uuid.uuid4().hex
         self.storage_data: dict[Any, Any] = {}
         self._is_coordinator = False
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:
-            self.path = Path(checkpoint_id)
+            self.path = place_at(checkpoint_id)
         self.load_id = uuid.uuid4().hex
         self._forget()
 
@@ -146,7 +147,8 @@ class FileReader(VerifiedFiles, StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         self.files.hold(self.storage_data[item.storage_index].relative_path for item in plan.items)
-        remember_step(self.path)
+        if isinstance(self.path, Path):
+            remember_step(self.path)
         if self._mark is None:
             return plan
         items = plan.foresee() if isinstance(plan, ForeseenPlan) else plan.items
@@ -184,7 +186,7 @@ class FileReader(VerifiedFiles, StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return is_local(checkpoint_id)
+        return not is_plain_url(checkpoint_id)
 
     def are_plain(self, indices: Sequence[MetadataIndex]) -> list[bool]:
         """Whether parts of these chunks can be read alone; else only ``torch.load`` can read their records."""

@@ -7,7 +7,7 @@ import functools
 import io
 import os
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, get_args, runtime_checkable
@@ -24,14 +24,7 @@ from torchtitan_ext import _core
 from torchtitan_ext.dcp_private import StreamTransformExtension
 from torchtitan_ext.errors import Problem, WrongValueError, named, only_printed, refusal, warn
 from torchtitan_ext.layout.wrapper import without_slack
-from torchtitan_ext.storage.checkpoint_files import (
-    BLOCK_BYTES,
-    index_path,
-    is_local,
-    kept_name,
-    metadata_path,
-    thread_count_of,
-)
+from torchtitan_ext.storage.checkpoint_files import BLOCK_BYTES, index_path, kept_name, metadata_path, thread_count_of
 from torchtitan_ext.storage.commit.branch import (
     Branch,
     PlaceInRun,
@@ -42,9 +35,10 @@ from torchtitan_ext.storage.commit.branch import (
     remember_step,
     set_aside,
 )
-from torchtitan_ext.storage.commit.commit import RunningSave, SavePlace, begin_save, find_place, notes_of_save
+from torchtitan_ext.storage.commit.commit import SavePlace, begin_save, find_place, notes_of_save
 from torchtitan_ext.storage.commit.steps import own_pattern
 from torchtitan_ext.storage.futures import finished
+from torchtitan_ext.storage.location import Place, is_local
 from torchtitan_ext.storage.metadata.metadata_file import encode_metadata, encode_tables, send_as_place
 from torchtitan_ext.storage.metadata.saved_metadata import DCP_VERSION
 from torchtitan_ext.storage.native.device_buckets import OutgoingBuckets, bucket_bytes_of
@@ -72,6 +66,31 @@ class WritesInPortions(Protocol):
     """A planner that is asked for the items of a plan in portions, each when the one before is written."""
 
     def portions(self, items: list[WriteItem]) -> Iterable[list[WriteItem]]: ...
+
+
+class CommitsSaves(Protocol):
+    """A save that has begun: ``RunningSave``, or one into an object store."""
+
+    @property
+    def commits_by_metadata(self) -> bool: ...
+
+    def check_names(self, names: Sequence[str]) -> None: ...
+
+    def remove_unused(self, used: Collection[str]) -> None: ...
+
+    def commit_files(
+        self,
+        files: Sequence[_core.RankFile],
+        metadata: bytes | None,
+        notes: Sequence[tuple[str, str]],
+        *,
+        tables: bytes = b"",
+        has_sums: bool = False,
+        sync: bool,
+        confirm: Callable[[], None],
+    ) -> tuple[Place, bytes]: ...
+
+    def abandon(self) -> None: ...
 
 
 class FileWriter(StorageWriter):
@@ -174,7 +193,7 @@ class FileWriter(StorageWriter):
         self.confirm: Callable[[], None] = ask_nobody
         self.use_collectives = True
         self._is_coordinator = False
-        self._save: RunningSave | None = None
+        self._save: CommitsSaves | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # The save belongs to the process that holds its lock, and each copy saves under an id of its own.
@@ -222,10 +241,9 @@ class FileWriter(StorageWriter):
         # Steps of other jobs that are saved meanwhile are none that this save leaves behind.
         self._place_at_begin = self._place()
         earlier = self._earlier()
-        self._save = begin_save(
-            self.target, self.save_id, self._own_rank, names_have_id=self.fingerprints, earlier=earlier
-        )
-        if earlier is not None and not self._save.place.is_staged:
+        save = begin_save(self.target, self.save_id, self._own_rank, names_have_id=self.fingerprints, earlier=earlier)
+        self._save = save
+        if earlier is not None and not save.place.is_staged:
             self.not_reused = f"{self.target} is written in place"
         return [
             dataclasses.replace(plan, storage_data=FilePrefix(f"__{index}_")) if plan.storage_data is None else plan
@@ -243,8 +261,7 @@ class FileWriter(StorageWriter):
         self._save.remove_unused({file.name for file in files})
         metadata.version = DCP_VERSION
         metadata.storage_meta = self.storage_meta()
-        # In place the rename of `.metadata` is the commit.
-        needs_metadata = self.stock_metadata or not self._save.place.is_staged
+        needs_metadata = self.stock_metadata or self._save.commits_by_metadata
         content = encode_metadata(metadata, files) if needs_metadata else None
         tables = b"" if needs_metadata else encode_tables(metadata, files)
         place = self._place_at_begin
@@ -258,7 +275,9 @@ class FileWriter(StorageWriter):
             confirm=self.confirm,
         )
         self._save = None
-        remember_step(self.target)
+        if isinstance(path, Path):
+            remember_step(self.target)
+            send_as_place(metadata, path, content)
         if place is not None and place.newer:
             with only_printed():
                 set_aside(place, self.save_id, sync=self.sync)
@@ -266,7 +285,6 @@ class FileWriter(StorageWriter):
         if self.not_reused:
             with only_printed():
                 warn(f"save: what has not changed is written again: {self.not_reused}")
-        send_as_place(metadata, path, content)
 
     def abandon(self) -> None:
         """Removes the files of a save that has failed on all ranks. ``tte.save`` calls it on every rank; it acts on the
@@ -327,8 +345,7 @@ class FileWriter(StorageWriter):
         place = find_place(self.target, self.rank or 0, is_own=not self.use_collectives)
         if not plan.items:
             return None
-        # As stock: values first. Planners may count on it.
-        items = sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO)
+        items = values_first(plan.items)
         name = place.data_name(plan.storage_data.prefix)
         if place.earlier is None:
             return WrittenFiles([self._write_file(place, name, items, planner)])
@@ -350,18 +367,31 @@ class FileWriter(StorageWriter):
         planner: SavePlanner,
         unchanged: Unchanged = _NOT_COMPARED,
     ) -> _core.RankFile:
-        num_threads = thread_count_of(self.thread_count)
-        records = _core.RecordWriter(os.fsencode(place.directory / name), BLOCK_BYTES, num_threads, self.sync)
+        path, num_threads = os.fsencode(place.directory / name), thread_count_of(self.thread_count)
+        records = _core.RecordWriter(path, BLOCK_BYTES, num_threads, self.sync)
+        self._write_records(records, records.write_queued, items, planner, unchanged)
+        return records.finish(name, bytes.fromhex(place.save_id), self.rank or 0)
+
+    def _write_records(
+        self,
+        records: _core.RecordWriter,
+        write_queued: Callable[[], None],
+        items: list[WriteItem],
+        planner: SavePlanner,
+        unchanged: Unchanged = _NOT_COMPARED,
+    ) -> None:
+        """Queues the records of all items, and has them written from time to time."""
         with progress(
             "save, rank 0",
             is_coordinator=self._is_coordinator,
-            total_bytes=lambda: _tensor_bytes(items),
+            total_bytes=lambda: tensor_bytes(items),
             in_logs=False,
         ) as advance:
             batch = _Batch(
                 records,
+                write_queued,
                 advance,
-                lambda: bucket_bytes_of(_tensor_bytes(items)),
+                lambda: bucket_bytes_of(tensor_bytes(items)),
                 takes_sums=self.fingerprints,
             )
             for portion in planner.portions(items) if isinstance(planner, WritesInPortions) else [items]:
@@ -375,8 +405,11 @@ class FileWriter(StorageWriter):
                     if batch.held_bytes >= BATCH_BYTES:
                         batch.write()
                 batch.write()
-        rank = self.rank or 0
-        return records.finish(name, bytes.fromhex(place.save_id), rank)
+
+
+def values_first(items: Sequence[WriteItem]) -> list[WriteItem]:
+    """As stock writes them: planners may count on it."""
+    return sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO)
 
 
 def _not_followed(argument: str, got: object, expected: str) -> WrongValueError:
@@ -391,6 +424,7 @@ class _Batch:
     """Queues records, and keeps their memory alive until they are written.
 
     Args:
+        write_queued: Writes what is queued.
         advance: Called with each number of written bytes.
         bucket_bytes: Called once if there are tensors of an accelerator, for the size of their buckets.
         takes_sums: Whether the sum of each tensor is taken, while it is written: of the bytes that the file gets.
@@ -399,16 +433,18 @@ class _Batch:
     def __init__(
         self,
         records: _core.RecordWriter,
+        write_queued: Callable[[], None],
         advance: Callable[[int], object],
         bucket_bytes: Callable[[], int],
         *,
         takes_sums: bool,
     ) -> None:
         self._records = records
-        self._advance = advance
+        self._held: list[Any] = []
+        # Not a method: the buffers of buckets are freed with this object, without the garbage collector.
+        self._write_queued = functools.partial(_write_queued, records, write_queued, self._held, advance)
         self._bucket_bytes = bucket_bytes
         self._takes_sums = takes_sums
-        self._held: list[Any] = []
         self._buckets: OutgoingBuckets | None = None
         self._waiting_bytes = 0
 
@@ -440,9 +476,7 @@ class _Batch:
             )
             return
         if self._buckets is None:
-            # Not a method: the buffers of buckets are freed with this object, without the garbage collector.
-            write_queued = functools.partial(_write_queued, self._records, self._held, self._advance)
-            self._buckets = OutgoingBuckets(self._bucket_bytes(), write_queued)
+            self._buckets = OutgoingBuckets(self._bucket_bytes(), self._write_queued)
         shape = raw.shape
         self._buckets.then(lambda: self._records.begin_tensor(key, name, shape, element_type, global_sizes))
         self._buckets.add(raw, self._records.add_bytes)
@@ -451,7 +485,7 @@ class _Batch:
     def write(self) -> None:
         if self._buckets is not None:
             self._buckets.finish()
-        _write_queued(self._records, self._held, self._advance)
+        self._write_queued()
 
     def _in_turn(self, held: Any, add: Callable[[], None]) -> None:
         """Adds a record of the host's memory, behind those of an accelerator that were added before."""
@@ -470,14 +504,16 @@ class _Batch:
         self._buckets.then(add_waiting)
 
 
-def _write_queued(records: _core.RecordWriter, held: list[Any], advance: Callable[[int], object]) -> None:
+def _write_queued(
+    records: _core.RecordWriter, write: Callable[[], None], held: list[Any], advance: Callable[[int], object]
+) -> None:
     num_bytes = records.queued_bytes
-    records.write_queued()
+    write()
     held.clear()
     advance(num_bytes)
 
 
-def _tensor_bytes(items: Sequence[WriteItem]) -> int:
+def tensor_bytes(items: Sequence[WriteItem]) -> int:
     """The size of all tensors, without values and the frames of records."""
     return sum(item.tensor_storage_size() or 0 for item in items)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Literal
 
 from torchtitan_ext import _core
@@ -19,8 +18,10 @@ from torchtitan_ext.storage.checkpoint_files import (
     shown,
     thread_count_of,
 )
-from torchtitan_ext.storage.commit.opened import Footers, OpenedCheckpoint
+from torchtitan_ext.storage.commit.opened import Footers
+from torchtitan_ext.storage.location import Place
 from torchtitan_ext.storage.native.open_files import Chunk
+from torchtitan_ext.storage.objects.opened import Opened, open_checkpoint
 
 Verify = Literal["auto", "all", "none"]
 
@@ -33,13 +34,13 @@ class VerifiedFiles:
             them.
     """
 
-    _opened: OpenedCheckpoint | None
+    _opened: Opened | None
     _index: _core.Index | None
     _footers: Footers
     _stock_tensors: dict[tuple[str, int], _core.StoredTensor | None]
     _blocks: _core.BlockLedger
 
-    def __init__(self, path: Path, verify: Verify, thread_count: int | None = None) -> None:
+    def __init__(self, path: Place, verify: Verify, thread_count: int | None = None) -> None:
         self.path = path
         self.verify = verify
         self.thread_count = thread_count
@@ -70,10 +71,10 @@ class VerifiedFiles:
         raise NotImplementedError
 
     @property
-    def files(self) -> OpenedCheckpoint:
+    def files(self) -> Opened:
         """The files of the checkpoint that was opened first; later saves do not change them."""
         if self._opened is None:
-            self._opened = OpenedCheckpoint(self.path)
+            self._opened = open_checkpoint(self.path)
         return self._opened
 
     def find_records(self, keys: Sequence[Chunk]) -> list[Record]:
@@ -126,7 +127,8 @@ class VerifiedFiles:
             DamagedCheckpointError: Blocks do not match their checksums.
         """
         auto = "mostly" if self.leaves_blocks else "once"
-        damaged = runs.read(thread_count_of(self.thread_count), auto if self.verify == "auto" else self.verify)
+        verify = auto if self.verify == "auto" else self.verify
+        damaged = self.files.read(runs, names, thread_count_of(self.thread_count), verify)
         if damaged:
             blocks = [(names[block.file], block.begin, block.end) for block in damaged]
             text = describe_damage(self.path, blocks, self._parts(), self._index)
@@ -163,6 +165,7 @@ class VerifiedFiles:
             return self._index.tensors(name)
         new = {offset: length for offset, length in places.items() if (name, offset) not in self._stock_tensors}
         num_threads, descriptor = thread_count_of(self.thread_count), self.files.descriptor(name)
+        self.files.bring(name, new)
         for offset, tensor in find_stock_tensors(self.path / name, new, num_threads, descriptor).items():
             self._stock_tensors[name, offset] = tensor
         known = {offset: self._stock_tensors[name, offset] for offset in places}

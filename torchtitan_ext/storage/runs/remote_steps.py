@@ -1,15 +1,15 @@
-"""The steps of a run at a URL, through fsspec's listings.
-
-Nothing is committed there: a step has finished where it has a ``.metadata``, which stock's writer stores last.
-"""
+"""The steps of a run at a URL, by listings of the store, or fsspec's: those with a ``.metadata`` have finished."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import NamedTuple
 
 from torchtitan_ext.errors import WrongValueError
 from torchtitan_ext.storage.commit.steps import steps_among
+from torchtitan_ext.storage.location import Location, is_in_object_store
+from torchtitan_ext.storage.objects.folder import ObjectFolder
 
 
 class RemoteSteps(NamedTuple):
@@ -29,6 +29,20 @@ def remote_steps(run: str, pattern: str | None = None) -> RemoteSteps:
         WrongValueError: fsspec knows no such protocol, or misses a package for it.
         OSError: The storage cannot be listed.
     """
+    folders, is_finished = _object_listing(run) if is_in_object_store(run) else _fsspec_listing(run)
+    steps: tuple[dict[int, str], dict[int, str]] = {}, {}
+    for number, name in steps_among(folders, pattern).items():
+        steps[not is_finished(name)][number] = f"{run.rstrip('/')}/{name}"
+    return RemoteSteps(*steps)
+
+
+def _object_listing(run: str) -> tuple[list[str], Callable[[str], bool]]:
+    """The folders of a run, and whether one of them has a ``.metadata``."""
+    folder = ObjectFolder(Location(run))
+    return folder.folders(), lambda name: folder.stamp(f"{name}/.metadata") is not None
+
+
+def _fsspec_listing(run: str) -> tuple[list[str], Callable[[str], bool]]:
     fsspec = import_module("fsspec.core")  # torch needs it; it takes a fifth of a second
     try:
         filesystem, root = fsspec.url_to_fs(run)
@@ -40,8 +54,4 @@ def remote_steps(run: str, pattern: str | None = None) -> RemoteSteps:
     except FileNotFoundError:
         entries = []
     folders = [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory"]
-    steps: tuple[dict[int, str], dict[int, str]] = {}, {}
-    for number, name in steps_among(folders, pattern).items():
-        has_finished = filesystem.exists(f"{root.rstrip('/')}/{name}/.metadata")
-        steps[not has_finished][number] = f"{run.rstrip('/')}/{name}"
-    return RemoteSteps(*steps)
+    return folders, lambda name: filesystem.exists(f"{root.rstrip('/')}/{name}/.metadata")

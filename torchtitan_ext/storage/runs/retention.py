@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_ext.errors import warn
-from torchtitan_ext.storage.checkpoint_files import is_local
 from torchtitan_ext.storage.commit.branch import ABANDONED, abandoned_steps, branches_aside, latest_path, locked
 from torchtitan_ext.storage.commit.leftovers import (
     checkpoint_names,
@@ -21,7 +21,9 @@ from torchtitan_ext.storage.commit.leftovers import (
 )
 from torchtitan_ext.storage.commit.steps import has_finished, own_pattern, step_of, step_paths
 from torchtitan_ext.storage.inspect.verify import is_whole
+from torchtitan_ext.storage.location import Location, Place, is_local
 from torchtitan_ext.storage.metadata.saved_metadata import ranks_with_metadata
+from torchtitan_ext.storage.objects.leftovers import remove_object_step
 from torchtitan_ext.storage.runs.remote_steps import remote_steps
 
 
@@ -64,7 +66,7 @@ def latest(run_dir: str | os.PathLike[str], *, step_pattern: str | None = None) 
     return steps[max(steps)] if steps else None
 
 
-def remove_old_steps(saved: Path, keep: Keep, pattern: str | None = None) -> None:
+def remove_old_steps(saved: Place, keep: Keep, pattern: str | None = None) -> None:
     """Removes checkpoints older than the newest whole ones of a run, counted from the one just saved.
 
     A checkpoint that cannot be removed stays, with a warning.
@@ -78,14 +80,19 @@ def remove_old_steps(saved: Path, keep: Keep, pattern: str | None = None) -> Non
         remove_step(path)
 
 
-def old_steps(saved: Path, keep: Keep, pattern: str | None = None) -> list[Path]:
+def old_steps(saved: Place, keep: Keep, pattern: str | None = None) -> Sequence[Place]:
     """The checkpoints that ``remove_old_steps`` removes.
 
     ``saved`` counts as whole, also if its save still runs: if two or more stay, a whole checkpoint remains if that save
     fails.
     """
-    run, own, pattern = Path(os.path.abspath(saved)).parent, step_of(saved, pattern), own_pattern(saved, pattern)
+    own, pattern = step_of(saved, pattern), own_pattern(saved, pattern)
+    run = saved.parent if isinstance(saved, Location) else Path(os.path.abspath(saved)).parent
     try:
+        if isinstance(run, Location):
+            urls = {number: Location(url) for number, url in remote_steps(str(run), pattern).finished.items()}
+            numbers = _beyond(urls, keep.newest, own)
+            return [urls[number] for number in numbers if not keep.for_good(number)]
         paths = step_paths(run, pattern)
         beyond = steps_beyond(run, keep.newest, own, pattern)
         return [paths[number] for number in beyond if not keep.for_good(number)]
@@ -104,23 +111,38 @@ def steps_beyond(run: Path, keep: int, own: int | None = None, pattern: str | No
         own: The step to count from. It counts as whole, whether it is there or not, and is never returned, nor are
             steps above it.
     """
-    num_whole = 0
-    old: list[int] = []
     paths = step_paths(run, pattern)
     abandoned = abandoned_steps(item for item in paths.items() if has_finished(item[1]))
-    below = {number for number, path in paths.items() if path not in abandoned and (own is None or number <= own)}
+    living = {number: path for number, path in paths.items() if path not in abandoned}
+    return [number for number in _beyond(living, keep, own) if _may_go(paths[number])]
+
+
+def _beyond(steps: Mapping[int, Place], keep: int, own: int | None) -> list[int]:
+    """The steps older than the ``keep`` newest whole ones, newest first."""
+    num_whole = 0
+    old: list[int] = []
+    below = {number for number in steps if own is None or number <= own}
     for number in sorted({*below, *([] if own is None else [own])}, reverse=True):
         if num_whole < keep:
-            num_whole += number == own or is_whole(paths[number])
-        elif number != own and not (path := paths[number]).is_symlink():
-            ours, others = checkpoint_names(path)
-            if (ours or not others) and not ranks_with_metadata(path):
-                old.append(number)
+            num_whole += number == own or is_whole(steps[number])
+        elif number != own:
+            old.append(number)
     return old
 
 
-def remove_step(path: Path) -> None:
+def _may_go(path: Path) -> bool:
+    ours, others = ([], []) if path.is_symlink() else checkpoint_names(path)
+    return not path.is_symlink() and bool(ours or not others) and not ranks_with_metadata(ours)
+
+
+def remove_step(path: Place) -> None:
     """Removes a checkpoint; foreign files stay. The directory gets a hidden name first: no reader sees half of it."""
+    if isinstance(path, Location):
+        try:
+            remove_object_step(path)
+        except OSError as error:
+            warn(f"{path} stays: it cannot be removed ({error})")
+        return
     save_id = uuid.uuid4().hex
     with locked(path, save_id) as has_lock:
         if not has_lock:

@@ -23,6 +23,7 @@ from torchtitan_ext.storage.commit.opened import OpenedCheckpoint, identity_of
 from torchtitan_ext.storage.formats.detect import format_of
 from torchtitan_ext.storage.formats.plain_files import PlainFiles
 from torchtitan_ext.storage.formats.safetensors_files import ChunkRecord, find_safetensors
+from torchtitan_ext.storage.location import is_local
 from torchtitan_ext.storage.metadata.dcp_objects import metadata_of_state, places_of
 from torchtitan_ext.storage.native.file_reader import FileReader, MetadataMark
 from torchtitan_ext.storage.native.open_files import Chunk
@@ -37,7 +38,7 @@ _MAX_NAMED = 4
 def reader_at(path: str | os.PathLike[str]) -> FileReader:
     """The reader of the checkpoint at a path, as its format asks for; a ``FileReader`` where there is none."""
     try:
-        is_safetensors = format_of(path) == "safetensors"
+        is_safetensors = is_local(path) and format_of(path) == "safetensors"
     except (OSError, UnknownFormatError):
         is_safetensors = False
     return SafetensorsReader(path) if is_safetensors else FileReader(path)
@@ -57,6 +58,8 @@ class SafetensorsReader(FileReader):
         ReshardError: (``read_metadata``) A header, an index or a file is damaged, missing or short; names it.
     """
 
+    path: Path
+    _opened: OpenedCheckpoint | None
     _of_different_saves = "ranks have opened the files of different saves"
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

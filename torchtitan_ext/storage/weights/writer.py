@@ -20,13 +20,14 @@ from torch.futures import Future
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError, Problem, WrongValueError, argument_error, refusal, warn
-from torchtitan_ext.storage.checkpoint_files import is_local, safetensors_paths, sync_directory, thread_count_of
+from torchtitan_ext.storage.checkpoint_files import safetensors_paths, sync_directory, thread_count_of
 from torchtitan_ext.storage.commit.commit import NotSharedError
 from torchtitan_ext.storage.commit.staged_target import staged_target
 from torchtitan_ext.storage.formats.safetensors_files import SafetensorsEntry
 from torchtitan_ext.storage.formats.sparse_files import sync_files
 from torchtitan_ext.storage.formats.weights_directory import refuse_irreplaceable, replace_weights
 from torchtitan_ext.storage.futures import finished
+from torchtitan_ext.storage.location import is_local
 from torchtitan_ext.storage.native.file_writer import WritesInPortions, ask_nobody
 from torchtitan_ext.storage.native.shared_files import CountsRequests
 from torchtitan_ext.storage.progress import progress

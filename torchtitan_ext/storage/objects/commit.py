@@ -1,0 +1,170 @@
+"""Commits a save into a folder of an object store by one conditional put of ``.metadata``.
+
+    __<rank>_<save id>.distcp    the file of a rank: no other save has this key
+    .tte_index.<save id>
+    .metadata                    names all of them; put last, if it is still the version that was there at the begin
+
+These are the names of a save in place on a disk (``commit/commit.py``), so a copy of the folder is a checkpoint too. A
+reader sees the old or the new ``.metadata``, and the files of each are there: replaced ones stay until a clean-up finds
+that they were replaced long enough ago. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from torchtitan_ext import _core
+from torchtitan_ext.errors import CheckpointFailedError, SaveInProgressError, UnknownOutcomeError, only_printed
+from torchtitan_ext.storage.checkpoint_files import DATA_SUFFIX, index_path, metadata_path
+from torchtitan_ext.storage.commit.commit import encode_index
+from torchtitan_ext.storage.commit.leftovers import save_id_of
+from torchtitan_ext.storage.location import Location
+from torchtitan_ext.storage.objects.folder import ConflictError, ObjectFolder, ObjectStamp
+from torchtitan_ext.storage.objects.lease import LEASE_SECONDS, Lease
+
+# How long the put of `.metadata` is tried again where the store does not say what became of it.
+_COMMIT_SECONDS = 300.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0
+
+
+@dataclass(frozen=True)
+class ObjectPlace:
+    """Where the ranks of one save write."""
+
+    save_id: str
+    target: Location
+
+    def data_name(self, prefix: str) -> str:
+        return f"{prefix}{self.save_id}{DATA_SUFFIX}"
+
+
+class RunningObjectSave:
+    """A save that has a lease in its folder. Only the coordinator has one; not collective.
+
+    Args:
+        replaced: The version of ``.metadata`` that the save replaces; ``None`` if there was none.
+    """
+
+    def __init__(self, place: ObjectPlace, replaced: ObjectStamp | None) -> None:
+        self.place = place
+        self.replaces = replaced is not None
+        self._replaced = replaced
+        self._folder = ObjectFolder(place.target)
+        self._lease = Lease(self._folder, place.save_id)
+        self._may_be_committed = False
+
+    @property
+    def commits_by_metadata(self) -> bool:
+        return True
+
+    def check_names(self, names: Sequence[str]) -> None:
+        """Raises CheckpointFailedError if a rank wrote under the names of another save."""
+        marks = {name for name in names if save_id_of(name) != self.place.save_id}
+        if marks:
+            raise CheckpointFailedError("save", {0: f"{', '.join(sorted(marks))} belong to another save"})
+
+    def remove_unused(self, used: Collection[str]) -> None:
+        """Nothing: no file of an earlier checkpoint is shared."""
+
+    def commit_files(
+        self,
+        files: Sequence[_core.RankFile],
+        metadata: bytes | None,
+        notes: Sequence[tuple[str, str]],
+        *,
+        tables: bytes = b"",
+        has_sums: bool = False,
+        sync: bool,
+        confirm: Callable[[], None] = lambda: None,
+    ) -> tuple[Location, bytes]:
+        """Makes the files of all ranks the checkpoint; the arguments are those of ``RunningSave.commit_files``.
+
+        Returns:
+            The place of ``.metadata``, and its content.
+
+        Raises:
+            SaveInProgressError: Another save of this checkpoint committed first, or a clean-up took this one for dead.
+            UnknownOutcomeError: The store does not say whether it has the new ``.metadata``. Nothing was deleted.
+            OSError: The store refuses the requests. The checkpoint is as it was.
+        """
+        assert metadata is not None, "an object store commits by .metadata, please report"
+        target, save_id = self.place.target, self.place.save_id
+        index = encode_index(save_id, files, metadata, notes, tables, has_sums=has_sums)
+        self._folder.put(index_path(target, None, save_id).name, index)
+        confirm()
+        self._lease.decide()
+        path = metadata_path(target, None)
+        self._put(path.name, metadata)
+        with only_printed():
+            self._lease.release()
+        return path, metadata
+
+    def abandon(self) -> None:
+        """Deletes the files of a save that has failed on all ranks; none where ``.metadata`` may name them."""
+        if self._may_be_committed:
+            self._lease.stop()
+            return
+        own = [name for name in self._folder.stamps() if save_id_of(name) == self.place.save_id]
+        self._folder.delete(own)
+        self._lease.release()
+
+    def _put(self, name: str, content: bytes) -> None:
+        """Puts ``.metadata`` until the store says that it has it, or another one.
+
+        A request that seems to have failed may still arrive, so only the same one may follow it: whichever of them
+        arrives first commits, and the others conflict with it.
+        """
+        deadline = time.monotonic() + min(_COMMIT_SECONDS, LEASE_SECONDS)
+        pause = _FIRST_PAUSE
+        self._may_be_committed = True
+        while True:
+            reason = ""
+            try:
+                self._folder.put_if(name, content, self._replaced)
+                return
+            except (ConflictError, OSError) as error:
+                reason = str(error)
+            try:
+                found, is_ours = self._read_back(name, content)
+            except OSError as error:
+                reason = f"{reason}; {error}"
+            else:
+                if is_ours:
+                    return
+                if not _is_same(found, self._replaced):
+                    self._may_be_committed = False
+                    raise SaveInProgressError(str(self.place.target), "another save, which has committed first", "")
+            if time.monotonic() > deadline:
+                raise UnknownOutcomeError(str(self.place.target), self.place.save_id, reason)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _read_back(self, name: str, content: bytes) -> tuple[ObjectStamp | None, bool]:
+        """The version of ``.metadata`` that is there now, and whether it is this save's."""
+        try:
+            found, stamp = self._folder.read_stamped(name)
+        except FileNotFoundError:
+            return None, False
+        return stamp, found == content
+
+
+def _is_same(found: ObjectStamp | None, expected: ObjectStamp | None) -> bool:
+    return found is None if expected is None else expected.is_version(found)
+
+
+def begin_object_save(target: Location, save_id: str) -> RunningObjectSave:
+    """Notes what is at the target, and takes a lease for a save.
+
+    Raises:
+        FileExistsError: The target holds safetensors.
+    """
+    folder = ObjectFolder(target)
+    weights = sorted(name for name in folder.stamps() if name.endswith(".safetensors"))
+    if weights:
+        raise FileExistsError(
+            f"{target} holds {weights[0]}, old weights that Hugging Face's libraries would open in place of this "
+            "checkpoint; save to another folder, or remove them first"
+        )
+    return RunningObjectSave(ObjectPlace(save_id, target), folder.stamp(metadata_path(target, None).name))
