@@ -22,6 +22,7 @@ from torchtitan_ext import __version__, errors
 from torchtitan_ext.cli.lazy import without_collector
 from torchtitan_ext.cli.output import DIFFERS, FINE, UNREADABLE, print_json_error, print_line, print_problem
 from torchtitan_ext.errors.near_names import nearest_name
+from torchtitan_ext.storage.location import is_in_object_store
 
 _SUMMARY_OF = {
     "inspect": "What a checkpoint holds: keys, dtypes, shapes, files.",
@@ -39,7 +40,10 @@ _SUMMARY_OF = {
 
 
 _OF_URLS = ("latest", "doctor")
-"""The commands that take URLs. The others' paths would lose one of two slashes, and so name another place."""
+"""The commands that take any URL. The others' paths would lose one of two slashes, and so name another place."""
+
+_OF_OBJECT_STORES = ("verify", "ls", "gc")
+"""The commands that take also URLs of object stores."""
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
@@ -64,10 +68,11 @@ class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] in _SUMMARY_OF:
             url = next((argument for argument in args[1:] if "://" in argument), None)
-            if url is not None and args[0] not in _OF_URLS:
+            if url is not None and not _takes(args[0], url):
                 ctx.fail(
-                    f"{args[0]}: got {url}, expected a directory. Copy the checkpoint to a disk first; latest, and "
-                    "tte.load and tte.latest in Python, read URLs."
+                    f"{args[0]}: got {url}, expected a directory. Copy the checkpoint to a disk first; "
+                    f"{', '.join(_OF_OBJECT_STORES)} read URLs of object stores, with torchtitan-ext[remote]; latest, "
+                    "and tte.load and tte.latest in Python, any URL."
                 )
             return args[0], _load(args[0]), args[1:]
         near = nearest_name(args[0], _SUMMARY_OF)
@@ -76,6 +81,10 @@ class _Commands(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(_SUMMARY_OF.items()))
+
+
+def _takes(command: str, url: str) -> bool:
+    return command in _OF_URLS or (command in _OF_OBJECT_STORES and is_in_object_store(url))
 
 
 def _load(name: str) -> Any:

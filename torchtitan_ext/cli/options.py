@@ -15,9 +15,11 @@ from torchtitan_ext.cli.output import printable
 from torchtitan_ext.errors import LayoutError, WrongValueError
 from torchtitan_ext.offline.amounts import parse_amount
 from torchtitan_ext.offline.rewrite.targets import TargetExistsError
+from torchtitan_ext.storage.location import place_at
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="Directory with step-<number> in it.")]
+# Typer knows no unions: a ``Place``.
+Run = Annotated[Any, typer.Argument(metavar="RUN", help="Directory or URL with step-<number> in it.", parser=place_at)]
 RunOrUrl = Annotated[str, typer.Argument(metavar="RUN", help="Directory or URL with step-<number> in it.")]
 StepNames = Annotated[
     str | None,

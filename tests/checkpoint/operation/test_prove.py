@@ -227,7 +227,7 @@ def test_arguments_are_checked(tmp_path: Path, fingerprints: Any) -> None:
     with pytest.raises(WrongValueError, match="give it to the writer"):
         tte.save({"w": torch.ones(2)}, storage_writer=FileWriter(tmp_path), fingerprints=True)
     with pytest.raises(WrongValueError, match="expected a directory"):
-        tte.save({"w": torch.ones(2)}, "s3://bucket/step-1", fingerprints=True)
+        tte.save({"w": torch.ones(2)}, "memory://bucket/step-1", fingerprints=True)
 
 
 def test_a_lost_index_is_said(tmp_path: Path) -> None:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from torchtitan_ext.cli.commands.ls import lines_aside, lines_of, plain_leftovers, refuse_checkpoint
+from torchtitan_ext.cli.commands.ls import (
+    lines_aside,
+    lines_left,
+    lines_of,
+    plain_left,
+    plain_leftovers,
+    refuse_checkpoint,
+)
 from torchtitan_ext.cli.options import Json, Run, StepNames, refusing_wrong_usage
 from torchtitan_ext.cli.output import DIFFERS, print_json, print_line, print_problem, print_table, text_of_bytes
 from torchtitan_ext.storage.commit.leftovers import checkpoint_names
 from torchtitan_ext.storage.commit.steps import step_paths
+from torchtitan_ext.storage.location import Location
+from torchtitan_ext.storage.objects.leftovers import remaining, remove_left_save
 from torchtitan_ext.storage.runs.listing import (
     Leftover,
     ListedStep,
@@ -22,7 +31,14 @@ from torchtitan_ext.storage.runs.listing import (
     list_aside,
     list_steps,
 )
-from torchtitan_ext.storage.runs.retention import remove_empty_branches, remove_leftovers, remove_step, steps_beyond
+from torchtitan_ext.storage.runs.object_runs import left_in_steps, list_object_steps, object_steps
+from torchtitan_ext.storage.runs.retention import (
+    object_steps_beyond,
+    remove_empty_branches,
+    remove_leftovers,
+    remove_step,
+    steps_beyond,
+)
 
 
 def run(
@@ -42,6 +58,11 @@ def run(
 
     Example: torchtitan-ext gc outputs/checkpoint --keep 3 --yes
     """
+    if isinstance(run_dir, Location):
+        if abandoned:
+            raise typer.BadParameter("no step of a run in an object store is left behind", param_hint="--abandoned")
+        _collect_objects(run_dir, keep, yes, step_pattern, json)
+        return
     if keep is None and not abandoned:
         raise typer.BadParameter("expected --keep with the number of steps that stay, or --abandoned")
     with refusing_wrong_usage():
@@ -57,11 +78,7 @@ def run(
     going = [*old.values(), *(step.path for step in left_behind)]
     freed = freed_bytes(going, leftovers)
     if not json:
-        rows = [
-            (number, "goes" if number in old else "stays", step.state, text_of_bytes(step.num_bytes))
-            for number, step in sorted(listed.items())
-        ]
-        print_table(("step", "", "state", "bytes"), rows)
+        print_table(("step", "", "state", "bytes"), _rows(listed, old))
         for line in (*lines_aside(left_behind), *lines_of(leftovers)):
             print_line(line)
     if yes:
@@ -95,6 +112,52 @@ def run(
         print_line(f"freed {text_of_bytes(freed)}" if yes else f"{text_of_bytes(freed)} would be freed: --yes does it")
     if stuck:
         raise typer.Exit(DIFFERS)
+
+
+def _collect_objects(run: Location, keep: int | None, yes: bool, pattern: str | None, json: bool) -> None:
+    """The same of a run in an object store; without --keep only what dead and replaced saves left goes."""
+    with refusing_wrong_usage():
+        listed = {step.step: step for step in list_object_steps(run, pattern)}
+    steps, left = object_steps(run, pattern), left_in_steps(run, pattern)
+    numbers = [] if keep is None else object_steps_beyond(run, keep, None, pattern)
+    old = {number: steps[number] for number in numbers if listed[number].saver is None}
+    freed = sum(listed[number].num_bytes for number in old)
+    freed += sum(one.left.num_bytes for one in left if one.step not in old.values())
+    stuck: list[str] = []
+    if yes:
+        for step in old.values():
+            remove_step(step)
+        stuck = [str(step) for step in old.values() if remaining(step)]
+        stuck += [str(one.step) for one in left if not remove_left_save(one.step, one.left)]
+    if json:
+        print_json(
+            {
+                "path": str(run),
+                "keep": keep,
+                "is_done": yes,
+                "kept": [_plain(listed[number]) for number in sorted(listed) if number not in old],
+                "removed": [_plain(listed[number]) for number in sorted(old)],
+                "leftovers": plain_left(left),
+                "freed_bytes": freed,
+                "not_removed": stuck,
+            }
+        )
+    else:
+        print_table(("step", "", "state", "bytes"), _rows(listed, old))
+        for line in lines_left(left):
+            print_line(line)
+        for place in stuck:
+            print_line(f"not removed: {place}")
+        print_line(f"freed {text_of_bytes(freed)}" if yes else f"{text_of_bytes(freed)} would be freed: --yes does it")
+    if stuck:
+        raise typer.Exit(DIFFERS)
+
+
+def _rows(listed: Mapping[int, ListedStep], old: Container[int]) -> list[Sequence[object]]:
+    return [
+        (number, "goes" if number in old else "stays", step.state, text_of_bytes(step.num_bytes))
+        for number, step in sorted(listed.items())
+    ]
 
 
 def _not_removed(old: Iterable[Path], leftovers: Iterable[Leftover]) -> list[Leftover]:

@@ -7,10 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_ext.cli.options import Json, Run, StepNames, refusing_wrong_usage
-from torchtitan_ext.cli.output import FORMAT_NAMES, print_json, print_line, print_table, text_of_bytes, text_of_time
+from torchtitan_ext.cli.output import (
+    FORMAT_NAMES,
+    count_of,
+    print_json,
+    print_line,
+    print_table,
+    text_of_bytes,
+    text_of_time,
+)
 from torchtitan_ext.errors import UnknownFormatError, WrongValueError
 from torchtitan_ext.storage.commit.steps import step_paths
 from torchtitan_ext.storage.formats.detect import checkpoints_in, format_of
+from torchtitan_ext.storage.location import Location
 from torchtitan_ext.storage.runs.listing import (
     Leftover,
     ListedStep,
@@ -20,6 +29,7 @@ from torchtitan_ext.storage.runs.listing import (
     list_aside,
     list_steps,
 )
+from torchtitan_ext.storage.runs.object_runs import LeftInStep, left_in_steps, list_object_steps
 
 
 def run(run_dir: Run, step_pattern: StepNames = None, json: Json = False) -> None:
@@ -29,6 +39,9 @@ def run(run_dir: Run, step_pattern: StepNames = None, json: Json = False) -> Non
 
     Example: torchtitan-ext ls outputs/checkpoint
     """
+    if isinstance(run_dir, Location):
+        _list_objects(run_dir, step_pattern, json)
+        return
     with refusing_wrong_usage():
         steps, leftovers = list_steps(run_dir, step_pattern), find_leftovers(run_dir, step_pattern)
     left_behind = list_aside(run_dir)
@@ -44,7 +57,7 @@ def run(run_dir: Run, step_pattern: StepNames = None, json: Json = False) -> Non
         print_json({"path": str(run_dir), **found})
         return
     if steps:
-        print_table(("step", "state", "bytes", "finished", "ranks", "saved by"), map(_row, steps))
+        _print_steps(steps)
         on_disk = disk_bytes(step_paths(run_dir, step_pattern).values())
         if not any(step.checkpoints for step in steps) and on_disk < sum(step.num_bytes for step in steps):
             print_line(f"steps share files: {text_of_bytes(on_disk)} on the disk")
@@ -54,6 +67,40 @@ def run(run_dir: Run, step_pattern: StepNames = None, json: Json = False) -> Non
         print_line(f"{run_dir} has no step")
     for line in (*lines_aside(left_behind), *lines_of(leftovers)):
         print_line(line)
+
+
+def _list_objects(run: Location, pattern: str | None, json: bool) -> None:
+    """The same of a run in an object store, of which there are no checkpoints of other formats."""
+    with refusing_wrong_usage():
+        steps, left = list_object_steps(run, pattern), left_in_steps(run, pattern)
+    if json:
+        rows = [step._asdict() for step in steps]
+        print_json({"path": str(run), "steps": rows, "leftovers": plain_left(left)})
+        return
+    if steps:
+        _print_steps(steps)
+    else:
+        print_line(f"{run} has no step")
+    for line in lines_left(left):
+        print_line(line)
+
+
+def lines_left(left: Sequence[LeftInStep]) -> Iterator[str]:
+    """The lines about objects of saves that are no checkpoint any more."""
+    if left:
+        size = text_of_bytes(sum(one.left.num_bytes for one in left))
+        yield f"of dead and replaced saves, {size}, which gc --yes removes:"
+    for one in left:
+        yield f"  {one.step}: save {one.left.save_id}, {count_of(len(one.left.names), 'object')}"
+
+
+def plain_left(left: Sequence[LeftInStep]) -> list[dict[str, Any]]:
+    """The same for JSON."""
+    return [{"path": str(one.step), **one.left._asdict()} for one in left]
+
+
+def _print_steps(steps: Sequence[ListedStep]) -> None:
+    print_table(("step", "state", "bytes", "finished", "ranks", "saved by"), map(_row, steps))
 
 
 def why_no_run(path: Path) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +16,10 @@ from torchtitan_ext.storage.commit.steps import has_finished, step_paths
 from torchtitan_ext.storage.formats.detect import checkpoints_in, format_of
 from torchtitan_ext.storage.inspect.dcp_damage import Verdict
 from torchtitan_ext.storage.inspect.verify import verify
+from torchtitan_ext.storage.location import Location, Place, place_at
+from torchtitan_ext.storage.objects.folder import ObjectFolder
 from torchtitan_ext.storage.progress import progress
+from torchtitan_ext.storage.runs.object_runs import object_steps
 
 _MAX_UNPROVED = 4
 
@@ -25,7 +28,12 @@ _MAX_BYTES = 256 << 20
 
 
 def run(
-    path: Annotated[Path, typer.Argument(metavar="PATH|RUN", help="A checkpoint, or a run with step-<number> in it.")],
+    path: Annotated[
+        Any,
+        typer.Argument(
+            metavar="PATH|RUN", help="A checkpoint, or a run with step-<number> in it, also by URL.", parser=place_at
+        ),
+    ],
     deep: Annotated[bool, typer.Option("--deep", help="Read every byte and compare its checksum.")] = False,
     prove: Annotated[
         bool, typer.Option("--prove", help="Read every tensor and compare it with the fingerprints of the save.")
@@ -55,12 +63,12 @@ def run(
         raise typer.Exit(output.UNREADABLE)
 
 
-def _verify_run(run_dir: Path, steps: dict[int, Path], deep: bool, prove: bool, json: bool) -> list[Verdict]:
+def _verify_run(run_dir: Place, steps: Mapping[int, Place], deep: bool, prove: bool, json: bool) -> list[Verdict]:
     rows = []
     found = []
     for number, step in sorted(steps.items()):
         # A step that is no checkpoint itself may contain checkpoints.
-        for place in [step] if has_finished(step) else [step / name for name in checkpoints_in(step)]:
+        for place in _checkpoints_at(step):
             one = _look(place, deep, prove)
             found.append(one)
             rows.append({"step": number, "is_finished": True, **_plain(one)})
@@ -76,22 +84,35 @@ def _verify_run(run_dir: Path, steps: dict[int, Path], deep: bool, prove: bool, 
     return found
 
 
-def _steps_of(path: Path, pattern: str | None) -> dict[int, Path] | None:
+def _checkpoints_at(step: Place) -> Sequence[Place]:
+    """The checkpoint that a step is, or those that are in it."""
+    if isinstance(step, Location):
+        return [step] if ObjectFolder(step).stamp(".metadata") is not None else []
+    return [step] if has_finished(step) else [step / name for name in checkpoints_in(step)]
+
+
+def _data_bytes(path: Place) -> int:
+    if isinstance(path, Location):
+        return sum(stamp.num_bytes for stamp in ObjectFolder(path).stamps().values())
+    return path.stat().st_size if path.is_file() else sum(data_file_bytes(path).values())
+
+
+def _steps_of(path: Place, pattern: str | None) -> Mapping[int, Place] | None:
     """The steps of a run; ``None`` if the path is a checkpoint itself."""
     try:
         format_of(path)
     except UnknownFormatError:
-        steps = step_paths(path, pattern)
+        steps = object_steps(path, pattern) if isinstance(path, Location) else step_paths(path, pattern)
         if not steps:
             raise
         return steps
     return None
 
 
-def _look(path: Path, deep: bool, prove: bool) -> Verdict:
+def _look(path: Place, deep: bool, prove: bool) -> Verdict:
     if not deep and not prove:
         return verify(path)
-    num_bytes = path.stat().st_size if path.is_file() else sum(data_file_bytes(path).values())
+    num_bytes = _data_bytes(path)
     total_bytes = (deep + prove) * num_bytes
     with progress(path.name, is_coordinator=True, total_bytes=lambda: total_bytes) as on_bytes:
         verdict = verify(path, is_deep=deep, on_bytes=on_bytes if deep else lambda _: None)

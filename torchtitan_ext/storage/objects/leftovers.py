@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import datetime, timezone
 from typing import NamedTuple
 
 from torchtitan_ext import _core
@@ -49,7 +49,7 @@ def left_saves(step: Location, grace_seconds: float = GRACE_SECONDS) -> list[Lef
     """
     folder = ObjectFolder(step)
     found = folder.stamps()
-    current, now = _save_of_metadata(folder), _now(folder)
+    current, now = save_of_metadata(folder), _now(folder)
     by_save: dict[str, dict[str, ObjectStamp]] = {}
     for name, stamp in found.items():
         save_id = _owner_of(name)
@@ -75,7 +75,7 @@ def remove_left_save(step: Location, left: LeftSave) -> bool:
             if stamp is not None and _seconds(stamp.put_at, _now(folder)) < 2 * LEASE_SECONDS:
                 return False
     # The save may have committed, and deleted lease and fate, since the folder was listed.
-    if _save_of_metadata(folder) == left.save_id:
+    if save_of_metadata(folder) == left.save_id:
         folder.delete([lease, fate])
         return False
     folder.delete([name for name in left.names if name not in (lease, fate)])
@@ -85,10 +85,14 @@ def remove_left_save(step: Location, left: LeftSave) -> bool:
 
 def remove_object_step(step: Location) -> None:
     """Deletes a checkpoint; first what makes it one. Foreign objects stay."""
-    folder = ObjectFolder(step)
-    names = [name for name in folder.stamps() if is_checkpoint_name(name)]
+    folder, names = ObjectFolder(step), remaining(step)
     folder.delete([name for name in names if name == ".metadata"])
     folder.delete([name for name in names if name != ".metadata"])
+
+
+def remaining(step: Location) -> list[str]:
+    """The names of a checkpoint's objects that are there."""
+    return [name for name in ObjectFolder(step).stamps() if is_checkpoint_name(name)]
 
 
 def _owner_of(name: str) -> str | None:
@@ -96,7 +100,7 @@ def _owner_of(name: str) -> str | None:
     return save_id_of(name) if match is None else match[1]
 
 
-def _save_of_metadata(folder: ObjectFolder) -> str | None:
+def save_of_metadata(folder: ObjectFolder) -> str | None:
     """The save that is the checkpoint; ``None`` without one, or one of stock's."""
     try:
         meta = _core.read_metadata_pickle(folder.read(".metadata")).storage_meta
@@ -104,6 +108,13 @@ def _save_of_metadata(folder: ObjectFolder) -> str | None:
         return None
     save_id = meta.get("save_id") if isinstance(meta, dict) else None
     return save_id if is_save_id(save_id) else None
+
+
+def living_lease(found: Mapping[str, ObjectStamp]) -> str | None:
+    """The name of a lease among the objects of a folder, by this machine's clock, which is enough for a listing."""
+    now = datetime.now(timezone.utc)
+    leases = [name for name in found if name.endswith(".lease") and _OF_SAVE.fullmatch(name)]
+    return next((name for name in leases if _seconds(found[name].put_at, now) <= LEASE_SECONDS), None)
 
 
 def _is_dead(

@@ -143,10 +143,10 @@ def _listed(path: Path, number: int, saver: str | None, *, is_abandoned: bool) -
     head = index_head(path)
     parent = None if head is None else head.notes.get("parent", "").partition(" ")[0] or None
     num_bytes = bytes_in(path) + sum(bytes_in(path / name) for name in inner)
-    return ListedStep(number, state, found, num_bytes, finished_at, _world_size(head), saver, inner, parent)
+    return ListedStep(number, state, found, num_bytes, finished_at, world_size_of(head), saver, inner, parent)
 
 
-def _world_size(head: _core.Index | None) -> int | None:
+def world_size_of(head: _core.Index | None) -> int | None:
     text = "" if head is None else head.notes.get("world_size", "")
     return int(text) if text.isdecimal() else None
 

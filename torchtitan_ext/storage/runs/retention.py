@@ -90,9 +90,8 @@ def old_steps(saved: Place, keep: Keep, pattern: str | None = None) -> Sequence[
     run = saved.parent if isinstance(saved, Location) else Path(os.path.abspath(saved)).parent
     try:
         if isinstance(run, Location):
-            urls = {number: Location(url) for number, url in remote_steps(str(run), pattern).finished.items()}
-            numbers = _beyond(urls, keep.newest, own)
-            return [urls[number] for number in numbers if not keep.for_good(number)]
+            old = object_steps_beyond(run, keep.newest, own, pattern)
+            return [url for number, url in old.items() if not keep.for_good(number)]
         paths = step_paths(run, pattern)
         beyond = steps_beyond(run, keep.newest, own, pattern)
         return [paths[number] for number in beyond if not keep.for_good(number)]
@@ -115,6 +114,12 @@ def steps_beyond(run: Path, keep: int, own: int | None = None, pattern: str | No
     abandoned = abandoned_steps(item for item in paths.items() if has_finished(item[1]))
     living = {number: path for number, path in paths.items() if path not in abandoned}
     return [number for number in _beyond(living, keep, own) if _may_go(paths[number])]
+
+
+def object_steps_beyond(run: Location, keep: int, own: int | None, pattern: str | None) -> dict[int, Location]:
+    """As ``steps_beyond``, of the finished steps of a run in an object store."""
+    urls = {number: Location(url) for number, url in remote_steps(str(run), pattern).finished.items()}
+    return {number: urls[number] for number in _beyond(urls, keep, own)}
 
 
 def _beyond(steps: Mapping[int, Place], keep: int, own: int | None) -> list[int]:

@@ -1,0 +1,79 @@
+"""The steps of a run in an object store, and what dead and replaced saves left there. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+from torchtitan_ext import _core
+from torchtitan_ext.storage.checkpoint_files import index_path, shown
+from torchtitan_ext.storage.location import Location
+from torchtitan_ext.storage.objects.folder import ObjectFolder
+from torchtitan_ext.storage.objects.leftovers import (
+    GRACE_SECONDS,
+    LeftSave,
+    left_saves,
+    living_lease,
+    save_of_metadata,
+)
+from torchtitan_ext.storage.runs.listing import ListedStep, world_size_of
+from torchtitan_ext.storage.runs.remote_steps import remote_steps
+
+# The head of an index has the notes of the save.
+_HEAD_BYTES = 1 << 16
+
+
+class LeftInStep(NamedTuple):
+    """A save that is no checkpoint any more, in the folder of a step."""
+
+    step: Location
+    left: LeftSave
+
+
+def object_steps(run: Location, pattern: str | None = None) -> dict[int, Location]:
+    """The folders of a run's steps, also of those that have not finished."""
+    steps = remote_steps(str(run), pattern)
+    return {number: Location(url) for number, url in sorted({**steps.unfinished, **steps.finished}.items())}
+
+
+def list_object_steps(run: Location, pattern: str | None = None) -> list[ListedStep]:
+    """As ``list_steps``. Lists the folder of each step, and reads its ``.metadata`` and the head of its index."""
+    listed = [_listed(number, step) for number, step in object_steps(run, pattern).items()]
+    return [step for step in listed if step is not None]
+
+
+def left_in_steps(run: Location, pattern: str | None = None, grace_seconds: float = GRACE_SECONDS) -> list[LeftInStep]:
+    """What dead and replaced saves left in the steps of a run."""
+    steps = object_steps(run, pattern).values()
+    return [LeftInStep(step, left) for step in steps for left in left_saves(step, grace_seconds)]
+
+
+def _listed(number: int, step: Location) -> ListedStep | None:
+    folder = ObjectFolder(step)
+    found = folder.stamps()
+    if not found:  # some stores list folders of which all objects were deleted
+        return None
+    metadata, lease = found.get(".metadata"), living_lease(found)
+    owner = {} if lease is None else json.loads(folder.read(lease))
+    saver = f"process {owner['pid']} on {owner['host']}" if owner else None
+    return ListedStep(
+        number,
+        "finished" if metadata is not None else "saving" if saver else "not finished",
+        None if metadata is None else "dcp",
+        sum(stamp.num_bytes for stamp in found.values()),
+        None if metadata is None else metadata.put_at.timestamp(),
+        None if metadata is None else world_size_of(_index_head(folder)),
+        saver,
+    )
+
+
+def _index_head(folder: ObjectFolder) -> _core.Index | None:
+    """The head of the index of the checkpoint in a folder; ``None`` where it is one of stock's."""
+    save_id = save_of_metadata(folder)
+    if save_id is None:
+        return None
+    path = index_path(folder.location, None, save_id)
+    try:
+        return _core.parse_index_head(bytes(folder.read_range(path.name, 0, _HEAD_BYTES)[0]), shown(path))
+    except (OSError, ValueError):
+        return None
