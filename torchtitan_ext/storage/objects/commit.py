@@ -25,7 +25,7 @@ from torchtitan_ext.storage.objects.folder import ConflictError, ObjectFolder, O
 from torchtitan_ext.storage.objects.lease import LEASE_SECONDS, Lease
 
 # How long the put of `.metadata` is tried again where the store does not say what became of it.
-_COMMIT_SECONDS = 300.0
+COMMIT_SECONDS = 300.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0
 
 
@@ -116,7 +116,7 @@ class RunningObjectSave:
         A request that seems to have failed may still arrive, so only the same one may follow it: whichever of them
         arrives first commits, and the others conflict with it.
         """
-        deadline = time.monotonic() + min(_COMMIT_SECONDS, LEASE_SECONDS)
+        deadline = time.monotonic() + min(COMMIT_SECONDS, LEASE_SECONDS)
         pause = _FIRST_PAUSE
         self._may_be_committed = True
         while True:

@@ -20,13 +20,14 @@ from torchtitan_ext.storage.location import Location, scheme_of
 
 # How long one request may take, and how long it is tried again.
 _REQUEST_SECONDS = 300
-_RETRY_SECONDS = 120
+RETRY_SECONDS = 120
 
 _CLIENT_OPTIONS = ("allow_http", "allow_invalid_certificates", "connect_timeout", "proxy_url", "timeout", "user_agent")
 
 _MAX_ERROR_CHARACTERS = 300
 
 # What follows a question mark in a URL may be a signature.
+_DENIED = re.compile(r"status code: 40[13]\b")
 _QUERY = re.compile(r"\?[^\s\"')>]+")
 
 
@@ -69,7 +70,7 @@ class ObjectFolder:
             return from_url(
                 url,
                 client_options=_client_options(scheme_of(url)),
-                retry_config={"retry_timeout": timedelta(seconds=_RETRY_SECONDS)},
+                retry_config={"retry_timeout": timedelta(seconds=RETRY_SECONDS)},
                 **options,
             )
 
@@ -80,6 +81,13 @@ class ObjectFolder:
             FileNotFoundError: There is none.
         """
         return self.read_stamped(name)[0]
+
+    def content(self, name: str) -> bytes | None:
+        """The whole object; ``None`` without one."""
+        try:
+            return self.read(name)
+        except FileNotFoundError:
+            return None
 
     def read_stamped(self, name: str) -> tuple[bytes, ObjectStamp]:
         """The whole object, and which version of it that is."""
@@ -134,7 +142,8 @@ class ObjectFolder:
         """The objects right in the folder, by name."""
         with self.told(""):
             listed = self._obstore.list_with_delimiter(self._store)
-            return {meta["path"].rpartition("/")[2]: _stamp(meta) for meta in listed["objects"]}
+            named = [(meta["path"].rpartition("/")[2], meta) for meta in listed["objects"]]
+        return {name: _stamp(meta) for name, meta in named if name}  # without a name: the mark of an empty folder
 
     def folders(self) -> list[str]:
         """The names of the folders right in this one."""
@@ -156,7 +165,10 @@ class ObjectFolder:
         except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
             raise PermissionError(errno.EACCES, _text(error), place) from None
         except (errors.BaseError, OSError) as error:
-            raise OSError(errno.EIO, _text(error), place) from None
+            text = _text(error)
+            if _DENIED.search(text):  # of listings
+                raise PermissionError(errno.EACCES, text, place) from None
+            raise OSError(errno.EIO, text, place) from None
 
 
 def _client_options(scheme: str) -> dict[str, str]:
@@ -171,6 +183,8 @@ def _stamp(meta: Any) -> ObjectStamp:
 
 
 def _text(error: BaseException) -> str:
-    """The first line of an error, without what a signed URL has behind its path."""
-    line = next(iter(str(error).splitlines()), type(error).__name__)
-    return _QUERY.sub("", line)[:_MAX_ERROR_CHARACTERS]
+    """What an error says, and the store's own words; no more of the answer, and no signature behind a URL."""
+    told = str(error).partition("Debug source:")[0]
+    line = _QUERY.sub("", told.partition("<?xml")[0].strip())
+    answer = [match[1] for tag in ("Code", "Message") if (match := re.search(f"<{tag}>([^<]*)</{tag}>", told))]
+    return " ".join([line[:_MAX_ERROR_CHARACTERS] or type(error).__name__, *answer])

@@ -1,10 +1,11 @@
 """Which saves into a folder of an object store are alive, and which of them commits: decided by conditional puts.
 
-    .tte_save.<save id>.lease   put anew every minute as long as the save lives
+    .tte_save.<save id>.lease   put anew every minute as long as the save lives; never again once it is gone
     .tte_save.<save id>.fate    created once: "commit" by the save, before it puts .metadata, or "abandoned" by a
                                 clean-up that has found the lease expired; who creates it goes on, the other gives up
 
-Both are deleted when their save is over. Imports no torch.
+Both are deleted when their save is over, the fate last: a save that slept through its own clean-up finds no lease.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -56,16 +57,19 @@ class Lease:
         Raises:
             SaveInProgressError: A clean-up did so already.
         """
+        fate = fate_name(self._save_id)
         try:
-            self._folder.put_if(fate_name(self._save_id), COMMIT, None)
+            self._folder.put_if(fate, COMMIT, None)
+            is_alive = True
         except ConflictError:
             # The answer to an earlier try may have been lost.
-            if self._folder.read(fate_name(self._save_id)) != COMMIT:
-                raise SaveInProgressError(
-                    str(self._folder.location),
-                    f"a clean-up, which has seen no sign of life of this save for {LEASE_SECONDS:.0f} seconds",
-                    "",
-                ) from None
+            is_alive = self._folder.content(fate) == COMMIT
+        if is_alive and self._folder.stamp(lease_name(self._save_id)) is None:
+            self._folder.delete([fate])
+            is_alive = False
+        if not is_alive:
+            owner = f"a clean-up, which has seen no sign of life of this save for {LEASE_SECONDS:.0f} seconds"
+            raise SaveInProgressError(str(self._folder.location), owner, "")
 
     def stop(self) -> None:
         """Renews no more; the lease expires."""
@@ -82,8 +86,9 @@ def _renew(
 ) -> None:
     while not released.wait(RENEW_SECONDS) and lease() is not None:
         try:
-            folder.put(name, content)
-        except OSError:
+            known = folder.stamp(name)
+            if known is None:  # a clean-up has taken it
+                return
+            folder.put_if(name, content, known)
+        except (ConflictError, OSError):
             continue  # the next one may succeed; the save itself meets the same error
-        if released.is_set():
-            folder.delete([name])

@@ -70,7 +70,7 @@ def remove_left_save(step: Location, left: LeftSave) -> bool:
     try:
         folder.put_if(fate, ABANDONED, None)
     except ConflictError:
-        if folder.read(fate) == COMMIT and lease in left.names:
+        if folder.content(fate) == COMMIT and lease in left.names:
             stamp = folder.stamp(fate)
             if stamp is not None and _seconds(stamp.put_at, _now(folder)) < 2 * LEASE_SECONDS:
                 return False

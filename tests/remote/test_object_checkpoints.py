@@ -1,0 +1,317 @@
+"""Checkpoints in an object store: there and back, read by stock and of stock's, overwritten, damaged, removed."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import obstore.fsspec
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from checkpoints import DTYPES, random_bits, tensors
+from models import differences, poison
+from object_server import ObjectServer
+from random_layouts import build, random_layouts, random_truth
+from reference import same_bits
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+import torchtitan_ext as tte
+from torchtitan_ext.errors import (
+    CheckpointFailedError,
+    NoCheckpointError,
+    SavedOverError,
+    StateRefusedError,
+    WrongValueError,
+)
+from torchtitan_ext.storage import location
+from torchtitan_ext.storage.location import Location
+from torchtitan_ext.storage.objects.folder import ObjectFolder
+from torchtitan_ext.storage.objects.leftovers import left_saves, remove_left_save
+
+NUM_STATES = 2 * int(os.environ.get("TTE_SOAK", "1"))
+NUM_TENSORS = 20
+
+
+@pytest.fixture(autouse=True)
+def environment(object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    for name, value in object_server.environment.items():
+        monkeypatch.setenv(name, value)
+    return object_server.environment
+
+
+def in_store(rank: int, world_size: int, environment: dict[str, str], function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function of a rank that finds the store."""
+    os.environ.update(environment)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*is overwritten")
+        return function(rank, world_size, *args)
+
+
+def data_of(url: str) -> str:
+    """The name of the only data file of a checkpoint."""
+    (name,) = [name for name in ObjectFolder(Location(url)).stamps() if name.endswith(".distcp")]
+    return name
+
+
+def save(state: dict[str, Any], url: str, **options: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*is overwritten")
+        tte.save(state, url, no_dist=True, **options)
+
+
+def loaded(state: dict[str, Any], url: str, **options: Any) -> dict[str, Any]:
+    """A state of these shapes, as a checkpoint has it."""
+    empty = {key: torch.empty_like(one) if isinstance(one, torch.Tensor) else None for key, one in state.items()}
+    tte.load(empty, url, no_dist=True, **options)
+    return empty
+
+
+def save_random(rank: int, world_size: int, url: str, seed: int) -> None:
+    truth = random_truth(seed, NUM_TENSORS)
+    state, orders = build(truth, random_layouts(seed, world_size, truth))
+    tte.save(state, url, planner=tte.SavePlanner(layouts=orders), fingerprints=True)
+
+
+def load_random(rank: int, world_size: int, url: str, seed: int, **options: Any) -> list[str]:
+    truth = random_truth(seed, NUM_TENSORS)
+    layouts = random_layouts(seed + 1000, world_size, truth)
+    state, orders = build(truth, layouts)
+    poison(state)
+    tte.load(state, url, planner=tte.LoadPlanner(layouts=orders), prove=True, **options)
+    return [
+        line
+        for name, layout in layouts.items()
+        for line in differences({name: state[name]}, {name: truth[name]}, list(layout.steps))
+    ]
+
+
+@pytest.mark.parametrize("seed", range(NUM_STATES))
+def test_random_layouts_there_and_back(run_world: Any, environment: dict[str, str], url: str, seed: int) -> None:
+    source, target = [(4, 6), (6, 4), (8, 4), (4, 8)][seed % 4]
+    run_world(source, in_store, environment, save_random, url, seed)
+    assert run_world(target, in_store, environment, load_random, url, seed) == [[]] * target
+
+
+def load_shared(rank: int, world_size: int, url: str, seed: int) -> list[str]:
+    return load_random(rank, world_size, url, seed, share_reads=True)
+
+
+def test_reads_that_ranks_share(run_world: Any, environment: dict[str, str], url: str) -> None:
+    run_world(4, in_store, environment, save_random, url, 11)
+    assert run_world(4, in_store, environment, load_shared, url, 11) == [[]] * 4
+
+
+def test_all_dtypes_by_bits(url: str) -> None:
+    state = tensors() | {"turned": torch.arange(12.0).view(3, 4).t(), "step": 3}
+    state["tied"] = state["model.wide"]
+    save(state, url)
+    found = loaded(state, url)
+    assert found.pop("step") == 3
+    assert [key for key, one in found.items() if not same_bits(one, state[key])] == []
+
+
+def test_parts_of_a_large_object(url: str) -> None:
+    state = {"w": torch.arange(40 << 20, dtype=torch.int32), "small": torch.ones(3)}
+    save(state, url)
+    stamp = ObjectFolder(Location(url)).stamps()[data_of(url)]
+    assert stamp.num_bytes > 160 << 20 and "-3" in (stamp.tag or ""), "one tag of three parts"
+    found = loaded(state, url)
+    assert torch.equal(found["w"], state["w"])
+    assert torch.equal(loaded({"small": torch.empty(3)}, url)["small"], state["small"])
+
+
+def test_stock_reads_ours_and_the_reverse(url: str, tmp_path: Path) -> None:
+    obstore.fsspec.register("s3", asynchronous=False)
+    state = {f"{dtype}".removeprefix("torch."): random_bits((9, 7), dtype) for dtype in DTYPES} | {"step": 3}
+    save(state, f"{url}/ours")
+    found = {key: torch.zeros_like(one) if isinstance(one, torch.Tensor) else 0 for key, one in state.items()}
+    dcp.load(found, storage_reader=FsspecReader(f"{url}/ours"), no_dist=True)
+    assert found.pop("step") == 3
+    assert [key for key, one in found.items() if not same_bits(one, state[key])] == []
+    dcp.save(state, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    for path in tmp_path.iterdir():
+        ObjectFolder(Location(f"{url}/stock")).put(path.name, path.read_bytes())
+    found = loaded(state, f"{url}/stock")
+    assert found.pop("step") == 3
+    assert [key for key, one in found.items() if not same_bits(one, state[key])] == []
+
+
+def test_a_copy_on_a_disk_is_a_checkpoint(url: str, tmp_path: Path) -> None:
+    state = {"w": torch.arange(1000.0), "step": 3}
+    save(state, url, fingerprints=True)
+    folder = ObjectFolder(Location(url))
+    for name in folder.stamps():
+        (tmp_path / name).write_bytes(folder.read(name))
+    command = [sys.executable, "-m", "torchtitan_ext", "verify", str(tmp_path), "--deep", "--prove"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "all checksums match; 1 tensor proved" in told
+    assert torch.equal(loaded(state, str(tmp_path), prove=True)["w"], state["w"])
+
+
+def test_a_reader_of_what_is_replaced(url: str) -> None:
+    old, new = {"w": torch.zeros(3)}, {"w": torch.ones(3)}
+    save(old, url)
+    reader = tte.FileReader(url)
+    metadata = reader.read_metadata()
+    save(new, url)
+    # Its objects are there until they are cleaned up: it reads the old step, whole.
+    place = {"w": torch.full((3,), 7.0)}
+    again = tte.FileReader(url)
+    again.read_metadata = lambda *args, **kwargs: metadata  # type: ignore[method-assign]
+    dcp.load(place, storage_reader=again, planner=tte.LoadPlanner(), no_dist=True)
+    assert torch.equal(place["w"], old["w"])
+    reader.set_up_storage_reader(metadata, True)
+    assert left_saves(Location(url)) == []
+    (left,) = left_saves(Location(url), grace_seconds=-1)
+    assert remove_left_save(Location(url), left) and left_saves(Location(url), grace_seconds=-1) == []
+    assert torch.equal(loaded(new, url)["w"], new["w"])
+    with pytest.raises(SavedOverError, match="of the earlier save is gone"):
+        reader.read_box(next(iter(metadata.storage_data or {})), [0], torch.zeros(3))
+
+
+def flip(content: bytes) -> bytes:
+    return content[:100] + bytes([content[100] ^ 1]) + content[101:]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (flip, "do not match their checksum"),
+        (lambda content: content[:-1], "the file has"),
+        (lambda content: content[:10], "the file has"),
+        (lambda content: content + b"x", "the file has"),
+        (None, "is missing"),
+    ],
+)
+def test_a_damaged_object_is_named(url: str, change: Callable[[bytes], bytes] | None, told: str) -> None:
+    state = {"w": torch.arange(1000.0)}
+    save(state, url)
+    folder, name = ObjectFolder(Location(url)), data_of(url)
+    if change is None:
+        folder.delete([name])
+    else:
+        folder.put(name, change(folder.read(name)))
+    with pytest.raises(CheckpointFailedError, match=f"DamagedCheckpointError.*{told}") as caught:
+        loaded(state, url)
+    assert f"{url}/{name}" in str(caught.value)
+    command = [sys.executable, "-m", "torchtitan_ext", "verify", url, "--deep"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 1 and name in run.stdout
+
+
+def test_a_lost_index(url: str) -> None:
+    state = {"w": torch.arange(1000.0), "step": 3}
+    save(state, url)
+    folder = ObjectFolder(Location(url))
+    folder.delete([name for name in folder.stamps() if name.startswith(".tte_index")])
+    with pytest.warns(UserWarning, match="has no index"):
+        assert torch.equal(loaded(state, url)["w"], state["w"])
+
+
+def train(rank: int, world_size: int, run: str, num_steps: int) -> list[int]:
+    state: dict[str, Any] = {"weight": torch.zeros(3), "step": 0}
+    with tte.CheckpointManager(run, every=1, keep=2) as manager:
+        step = manager.resume(state)
+        for number in range(step + 1, step + 1 + num_steps):
+            state = {"weight": state["weight"] + number, "step": number}
+            manager.save(state, number)
+        manager.wait()
+        dist.barrier()
+        return [step, *manager.steps(), int(state["weight"][0])]
+
+
+def test_a_run_that_grows_and_shrinks(run_world: Any, environment: dict[str, str], url: str) -> None:
+    assert run_world(2, in_store, environment, train, url, 3) == [[0, 2, 3, 6]] * 2
+    assert run_world(4, in_store, environment, train, url, 2) == [[3, 4, 5, 15]] * 4
+    assert tte.latest(url) == f"{url}/step-5"
+    folder = ObjectFolder(Location(f"{url}/step-5"))
+    folder.put(data_of(f"{url}/step-5"), b"")
+    with pytest.warns(UserWarning, match="step 4 is loaded, 1 newer skipped"):
+        assert tte.CheckpointManager(url).resume(state := {"weight": torch.zeros(3), "step": 0}) == 4
+    assert state["weight"].tolist() == [10.0] * 3
+
+
+def save_in_a_child(rank: int, world_size: int, url: str) -> None:
+    stager = tte.checkpoint.CpuStager(process=True)
+    tte.async_save({"w": torch.arange(5.0), "step": 4}, url, stager=stager).result()
+    stager.close()
+
+
+def test_a_save_of_a_child_process(run_world: Any, environment: dict[str, str], url: str) -> None:
+    run_world(2, in_store, environment, save_in_a_child, url)
+    assert torch.equal(loaded({"w": torch.empty(5)}, url)["w"], torch.arange(5.0))
+
+
+@pytest.fixture
+def three_steps(url: str) -> Iterator[str]:
+    for step in (1, 2, 3):
+        save({"w": torch.ones(3) * step}, f"{url}/step-{step}")
+    save({"w": torch.ones(3)}, f"{url}/step-2")
+    yield url
+
+
+def command(*arguments: str) -> Any:
+    run = subprocess.run(
+        [sys.executable, "-m", "torchtitan_ext", *arguments, "--json"], capture_output=True, text=True, check=True
+    )
+    return json.loads(run.stdout)
+
+
+def test_commands(three_steps: str) -> None:
+    listed = command("ls", three_steps)["steps"]
+    assert [(step["step"], step["state"], step["world_size"]) for step in listed] == [
+        (step, "finished", 1) for step in (1, 2, 3)
+    ]
+    assert command("latest", three_steps)["step"] == 3
+    assert command("verify", three_steps, "--deep")["is_whole"]
+    dry = command("gc", three_steps, "--keep", "2")
+    assert [step["step"] for step in dry["removed"]] == [1] and not dry["is_done"]
+    assert [step["step"] for step in command("ls", three_steps)["steps"]] == [1, 2, 3]
+    assert command("gc", three_steps, "--keep", "2", "--yes")["not_removed"] == []
+    assert [step["step"] for step in command("ls", three_steps)["steps"]] == [2, 3]
+
+
+def test_what_is_not_there(url: str) -> None:
+    assert tte.latest(url) is None
+    with pytest.raises(NoCheckpointError, match="has no finished checkpoint"):
+        tte.load({"w": torch.ones(3)}, url, step="latest", no_dist=True)
+    with pytest.raises(StateRefusedError, match="there is no such object"):
+        loaded({"w": torch.ones(3)}, f"{url}/step-1")
+
+
+def test_no_secret_is_told(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "wrong-secret-of-nobody"
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+    with pytest.raises(Exception) as caught:
+        save({"w": torch.ones(3)}, url)
+    assert url in str(caught.value) and "PermissionError" in str(caught.value)
+    assert secret not in str(caught.value)
+
+
+def test_old_weights_are_not_joined(url: str) -> None:
+    ObjectFolder(Location(url)).put("model.safetensors", b"")
+    with pytest.raises(Exception, match="old weights"):
+        save({"w": torch.ones(3)}, url)
+    assert list(ObjectFolder(Location(url)).stamps()) == ["model.safetensors"]
+
+
+def test_what_cannot_be_in_a_store(url: str) -> None:
+    for options in ({"branch": "error"}, {"reuse": "latest"}):
+        with pytest.raises(WrongValueError, match="expected a directory"):
+            tte.save({"w": torch.ones(3)}, f"{url}/step-1", no_dist=True, **options)
+    with pytest.raises(WrongValueError, match="safetensors files are not written"):
+        tte.weights.save({"w": torch.ones(3)}, url)
+
+
+def test_without_obstore(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(location, "has_obstore", lambda: False)
+    with pytest.warns(UserWarning, match=r"no commit.*torchtitan-ext\[remote\]"), suppress(Exception):
+        tte.save({"w": torch.ones(3)}, url, no_dist=True)  # without a package of fsspec for S3 it fails
