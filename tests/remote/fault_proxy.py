@@ -1,4 +1,4 @@
-"""A proxy between clients and an object server that delays, cuts and refuses the requests that a test names.
+"""A proxy between clients and an object server that delays, cuts, corrupts and refuses what a test names.
 
 It listens on a TCP port, in threads of the test's process: clients in any process use its address as endpoint, and the
 test adds and removes rules while they run. Requests reach the server as they were sent, ``Host`` included, so that
@@ -11,6 +11,7 @@ Example: the first conditional put takes effect, and its client sees a closed co
         proxy.remove(rule)
 """
 
+import itertools
 import random
 import re
 import socket
@@ -276,8 +277,15 @@ class Passage:
 
     def _cut(self) -> None:
         self.note(None)
-        self.client.end(self.fault.cut)
+        self._leave_client()
         raise Cut
+
+    def _leave_client(self) -> None:
+        try:
+            self.client.end(self.fault.cut)
+        except OSError:
+            # It has left before.
+            pass
 
     def _refuse(self) -> None:
         for _ in self.client.body():
@@ -305,20 +313,15 @@ class Passage:
                     pass
                 self._cut()
             self.client.send(answer)
-            num_left = self.fault.num_bytes if self.fault.kind == "cut_answer" else None
-            for data in server.body():
-                if num_left is not None and len(data) >= num_left:
-                    self.client.send(h11.Data(data=data[:num_left]))
-                    self._cut()
+            for data in self._meddled(server.body(), "answer"):
                 self.client.send(h11.Data(data=data))
-                num_left = None if num_left is None else num_left - len(data)
             self.client.send(h11.EndOfMessage())
 
     def _forward_late(self) -> None:
         with tempfile.SpooledTemporaryFile(SPOOL_BYTES) as body:
             for data in self.client.body():
                 body.write(data)
-            self.client.end(self.fault.cut)
+            self._leave_client()
             time.sleep(self.fault.seconds)
             body.seek(0)
             with closing(socket.create_connection(self.upstream)) as connection:
@@ -330,19 +333,26 @@ class Passage:
         raise Cut
 
     def _send_request(self, server: Peer, body: Iterable[bytes]) -> None:
-        num_left = self.fault.num_bytes if self.fault.kind == "cut_request" else None
-        try:
-            server.send(self.request)
-            for data in body:
-                if num_left is not None and len(data) >= num_left:
-                    server.send(h11.Data(data=data[:num_left]))
-                    self._cut()
-                server.send(h11.Data(data=data))
-                num_left = None if num_left is None else num_left - len(data)
-            server.send(h11.EndOfMessage())
-        except (BrokenPipeError, ConnectionResetError):
-            # The server may answer, and close, before it has read the whole request.
-            pass
+        pieces = (h11.Data(data=data) for data in self._meddled(body, "request"))
+        for event in itertools.chain([self.request], pieces, [h11.EndOfMessage()]):
+            try:
+                server.send(event)
+            except (BrokenPipeError, ConnectionResetError):
+                # The server may answer, and close, before it has read the whole request.
+                return
+
+    def _meddled(self, body: Iterable[bytes], way: Literal["request", "answer"]) -> Iterator[bytes]:
+        """A body as it comes through the fault."""
+        begin = 0
+        for data in body:
+            place = self.fault.num_bytes - begin
+            begin += len(data)
+            if 0 <= place < len(data) and self.fault.kind == f"cut_{way}":
+                yield data[:place]
+                self._cut()
+            if 0 <= place < len(data) and self.fault.kind == f"corrupt_{way}":
+                data = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+            yield data
 
     def _receive_head(self, server: Peer) -> h11.Response:
         while isinstance(answer := server.next_event(), h11.InformationalResponse):

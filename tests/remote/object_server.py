@@ -185,16 +185,15 @@ def remove_sockets(ports: list[int]) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 on which nobody listens now, nor on those of gRPC.
+    """Neighboring ports of 127.0.0.1 on which nobody listens now, nor on those of gRPC.
 
-    Both are below Linux's range for the client's end of connections, from which a connection may take any at any time.
+    All are below Linux's range for the client's end of connections, from which a connection may take any at any time.
     """
-    ports: list[int] = []
-    while len(ports) < count:
-        port = secrets.choice(range(10_000, 22_000))
-        if port not in ports and is_free(port) and is_free(port + GRPC_OFFSET):
-            ports.append(port)
-    return ports
+    while True:
+        first = secrets.choice(range(10_000, 22_000))
+        ports = list(range(first, first + count))
+        if all(is_free(port) and is_free(port + GRPC_OFFSET) for port in ports):
+            return ports
 
 
 def is_free(port: int) -> bool:

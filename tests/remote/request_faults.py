@@ -5,7 +5,17 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["delay", "cut_before", "cut_request", "cut_answer", "answer", "lose_answer", "late"]
+Kind = Literal[
+    "delay",
+    "cut_before",
+    "cut_request",
+    "cut_answer",
+    "corrupt_request",
+    "corrupt_answer",
+    "answer",
+    "lose_answer",
+    "late",
+]
 
 
 @dataclass(frozen=True)
@@ -17,7 +27,8 @@ class Fault:
             "cut_before": the connection ends before anything is forwarded.
             "cut_request": the server gets ``num_bytes`` of the request's body, then both connections end.
             "cut_answer": the client gets ``num_bytes`` of the answer's body, then its connection ends.
-            Requests and answers that have less pass whole.
+            "corrupt_request", "corrupt_answer": the byte of the body at ``num_bytes`` arrives with one bit changed.
+            Bodies that are not longer than ``num_bytes`` pass as they are.
             "answer": the proxy answers ``status`` with an error of S3 as body, and forwards nothing.
             "lose_answer": the server has answered when the client's connection ends.
             "late": the client's connection ends when its request is complete; the request is forwarded after that.

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,12 +12,13 @@ import obstore
 import pytest
 from fault_proxy import FaultProxy
 from object_server import ObjectServer, open_store
-from obstore.exceptions import AlreadyExistsError, BaseError, GenericError, PreconditionError
+from obstore.exceptions import AlreadyExistsError, BaseError, GenericError, PermissionDeniedError, PreconditionError
 from obstore.store import S3Store
 from request_faults import Exchange, Fault
 
 DATA = os.urandom(300_000)
 HALF = len(DATA) // 2
+PART_BYTES = 5 << 20
 
 
 @pytest.fixture
@@ -187,6 +188,96 @@ def test_draws_repeat_with_their_seed(object_server: ObjectServer, bucket_prefix
 
     assert draw(1) == draw(1) != draw(2)
     assert {exchange.fault for exchange in draw(1)} == {"answer", None}
+
+
+@pytest.mark.parametrize("options", [{}, {"checksum_algorithm": "SHA256"}, {"checksum_algorithm": "CRC64NVME"}])
+def test_a_corrupt_put_is_refused_if_it_has_a_checksum(
+    through: Callable[..., S3Store], direct: S3Store, proxy: FaultProxy, options: dict[str, Any]
+) -> None:
+    proxy.add(Fault("corrupt_request", num_bytes=HALF), method="PUT", matches={1})
+    if not options:
+        # The hash of the content that obstore signs: S3 compares it with the content, this server does not.
+        obstore.put(through(), "x", DATA)
+        assert content(direct) == DATA[:HALF] + bytes([DATA[HALF] ^ 1]) + DATA[HALF + 1 :]
+        return
+    # A refusal by 400 is not repeated: who has whole data must do that.
+    with pytest.raises(GenericError, match="400 Bad Request: .*\n.*BadDigest"):
+        obstore.put(through(max_retries=3, **options), "x", DATA)
+    assert answers(proxy) == [("PUT", 400, "corrupt_request")] and content(direct) is None
+
+
+def test_obstore_does_not_see_that_an_answer_is_corrupt(
+    through: Callable[..., S3Store], direct: S3Store, proxy: FaultProxy
+) -> None:
+    obstore.put(direct, "x", DATA)
+    proxy.add(Fault("corrupt_answer", num_bytes=HALF), method="GET")
+    assert content(through(checksum_algorithm="SHA256")) == DATA[:HALF] + bytes([DATA[HALF] ^ 1]) + DATA[HALF + 1 :]
+
+
+# What a writer must know of parts.
+
+
+def parts_of(data: bytes, *, fail_at: int | None = None) -> Iterator[memoryview]:
+    for number, begin in enumerate(range(0, len(data), PART_BYTES)):
+        if number == fail_at:
+            raise ValueError("no more parts")
+        yield memoryview(data)[begin : begin + PART_BYTES]
+
+
+def test_as_many_parts_are_on_their_way_as_allowed(
+    through: Callable[..., S3Store], direct: S3Store, proxy: FaultProxy
+) -> None:
+    data = os.urandom(5 * PART_BYTES)
+    proxy.add(Fault("delay", seconds=0.3), path="partNumber=")
+    obstore.put(through(), "x", parts_of(data), chunk_size=PART_BYTES, max_concurrency=2)
+    assert proxy.most_at_once == 2 and content(direct) == data
+    # A buffer that is larger than a part is cut into parts that all leave at once.
+    obstore.put(through(), "x", [data], chunk_size=PART_BYTES, max_concurrency=2)
+    assert proxy.most_at_once == 5 and content(direct) == data
+
+
+def test_parts_are_sent_from_the_memory_that_the_iterator_gave(
+    through: Callable[..., S3Store], direct: S3Store, proxy: FaultProxy
+) -> None:
+    buffer = bytearray(PART_BYTES)
+
+    def reuse() -> Iterator[memoryview]:
+        for number in range(4):
+            buffer[:] = bytes([number]) * PART_BYTES
+            yield memoryview(buffer)
+
+    # Even of a single part at a time: obstore asks for the next one before it waits for the last one.
+    proxy.add(Fault("delay", seconds=0.3), path="partNumber=")
+    obstore.put(through(), "x", reuse(), chunk_size=PART_BYTES, max_concurrency=4)
+    assert [(content(direct) or b"")[number * PART_BYTES] for number in range(4)] != [0, 1, 2, 3]
+
+
+def test_an_upload_whose_iterator_fails_is_aborted(
+    through: Callable[..., S3Store], direct: S3Store, proxy: FaultProxy
+) -> None:
+    data = bytes(3 * PART_BYTES)
+    with pytest.raises(ValueError, match="no more parts"):
+        obstore.put(through(), "x", parts_of(data, fail_at=2), chunk_size=PART_BYTES, max_concurrency=1)
+    assert [answer for answer in answers(proxy) if answer[0] == "DELETE"] == [("DELETE", 204, None)]
+    assert content(direct) is None
+    # The error of an abort that fails takes the place of the iterator's.
+    proxy.add(Fault("answer", status=403), method="DELETE")
+    with pytest.raises(PermissionDeniedError):
+        obstore.put(through(), "x", parts_of(data, fail_at=2), chunk_size=PART_BYTES, max_concurrency=1)
+
+
+@pytest.mark.parametrize("max_retries", [0, 1])
+def test_an_upload_whose_end_is_not_heard_has_taken_effect(
+    through: Callable[..., S3Store], direct: S3Store, proxy: FaultProxy, max_retries: int
+) -> None:
+    data = os.urandom(2 * PART_BYTES)
+    proxy.add(Fault("lose_answer"), method="POST", path="uploadId=", matches={1})
+    if max_retries:
+        obstore.put(through(max_retries), "x", parts_of(data), chunk_size=PART_BYTES)
+    else:
+        with pytest.raises(GenericError, match="error sending request"):
+            obstore.put(through(), "x", parts_of(data), chunk_size=PART_BYTES)
+    assert content(direct) == data
 
 
 # What a writer must know that relies on conditional puts.
