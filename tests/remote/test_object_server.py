@@ -136,7 +136,7 @@ with running_server() as server:
 """
 
 
-def test_the_server_dies_with_its_tests(tmp_path: Path) -> None:
+def test_the_server_dies_with_its_tests(object_server: ObjectServer, tmp_path: Path) -> None:
     job = subprocess.Popen(
         [sys.executable, "-c", JOB_WITH_A_SERVER],
         cwd=Path(__file__).parent,
