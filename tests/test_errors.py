@@ -58,6 +58,7 @@ INSTANCES = [
     errors.NoCheckpointError("run", "got step=3, expected one of 1, 2"),
     errors.AbsentRunError("/mnt/run", "/local/run-0123456789ab", 4),
     errors.UnknownFormatError("model", "the directory is empty"),
+    errors.UnknownOutcomeError("s3://bucket/run/step-3", "3f" * 16, "it answers 500"),
     errors.UnsafePickleError("model.pt", "it names os.system"),
     errors.WorkerLostError(-9),
     errors.DifferentCallsError({0: "save", 1: "reshard", 2: "save"}),

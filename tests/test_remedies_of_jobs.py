@@ -163,7 +163,7 @@ def test_a_checkpoint_at_a_url(tmp_path: Path) -> None:
     tte.save(WEIGHTS, url)
     rename = Transform([Rule("w", "v"), Rule("b", "b")])
     load = {"v": torch.zeros(2, 3), "b": torch.zeros(2)}
-    told = "a transform reads checkpoints in directories; copy it to one"
+    told = "a transform reads no storage of others; copy the checkpoint to a directory"
     refused(told, lambda: tte.load(load, url, transform=rename))
     told = "files at a URL have no checksums; pass step='latest' or a number"
     run = "memory://remedies-of-jobs"

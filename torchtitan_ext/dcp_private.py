@@ -17,6 +17,15 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
 
+
+def is_fsspec(storage: object) -> bool:
+    """Whether this is exactly stock's reader or writer for fsspec, whose module takes a while to import."""
+    names = ("FsspecReader", "FsspecWriter")
+    return type(storage).__module__ == "torch.distributed.checkpoint._fsspec_filesystem" and (
+        type(storage).__name__ in names
+    )
+
+
 __all__ = [
     "EmptyStateDictLoadPlanner",
     "ExtensionRegistry",
@@ -28,6 +37,7 @@ __all__ = [
     "async_thread_executor",
     "create_chunk_list",
     "flatten_sharded_tensors",
+    "is_fsspec",
     "storage_setup",
     "unflatten_state_dict",
 ]

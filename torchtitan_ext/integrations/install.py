@@ -36,11 +36,13 @@ from torchtitan_ext.dcp_private import (
     ExtensionRegistry,
     async_process_executor,
     async_thread_executor,
+    is_fsspec,
 )
 from torchtitan_ext.errors import CannotInstallError, WrongValueError, is_of_storage
 from torchtitan_ext.layout.own_boxes import keep_own_boxes
 from torchtitan_ext.storage import FileReader, FileWriter
-from torchtitan_ext.storage.location import is_local
+from torchtitan_ext.storage.location import is_in_object_store, is_local
+from torchtitan_ext.storage.native.object_writer import ObjectWriter
 from torchtitan_ext.storage.weights.safetensors_reader import SafetensorsReader
 from torchtitan_ext.storage.weights.writer import SafetensorsWriter
 
@@ -53,6 +55,7 @@ OPTIONS: Mapping[type, tuple[str, ...]] = {
     SavePlanner: ("layouts", "replicas", "hash_replicas"),
     LoadPlanner: ("layouts", "cast", "allow_unclaimed", "weights_only", "allow_classes"),
     FileWriter: ("sync", "thread_count", "stock_metadata", "branch"),
+    ObjectWriter: ("thread_count",),
     FileReader: ("verify", "thread_count"),
     SafetensorsWriter: ("sync", "thread_count"),
     SafetensorsReader: ("thread_count",),
@@ -152,7 +155,8 @@ def install(planners: bool = True, storage: bool = True, **options: Any) -> None
         planners: Where none is passed, or exactly a ``DefaultSavePlanner`` or ``DefaultLoadPlanner``: ours, with its
             options.
         storage: Where none is passed, or exactly a ``FileSystemWriter`` or ``FileSystemReader``: ours, with its path
-            and options. A writer whose options ours lacks is left alone, and so are remote paths. In place of a
+            and options. A writer whose options ours lacks is left alone. So are URLs, but for those of object stores
+            that ``tte.save`` commits to. In place of a
             ``HuggingFaceStorageReader`` and of a ``HuggingFaceStorageWriter`` with ``enable_consolidation``, or without
             ``save_distributed``, ours read and write the final safetensors files.
         options: Of ``SavePlanner``, ``LoadPlanner``, ``FileWriter`` and ``FileReader``: see ``OPTIONS``. And
@@ -204,7 +208,8 @@ def _settings(function: str, planners: bool, storage: bool, options: dict[str, A
     # Wrong values raise here, not in the first save.
     for ours in OPTIONS:
         args = () if ours in (SavePlanner, LoadPlanner) else (".",)
-        ours(*args, **{name: options[name] for name in OPTIONS[ours] if name in options})
+        if ours is not ObjectWriter:  # whose options others have too
+            ours(*args, **{name: options[name] for name in OPTIONS[ours] if name in options})
     return settings
 
 
@@ -366,6 +371,8 @@ def _planner(settings: Settings, planner: Any, ours: type, stock: type, carried:
 def _writer(settings: Settings, writer: Any, planner: Any) -> Any:
     if type(writer) is HuggingFaceStorageWriter:
         return _weights_writer(settings, writer, planner)
+    if settings.storage and is_fsspec(writer) and is_in_object_store(writer.path):
+        return settings.make(ObjectWriter, type(writer), writer.path, overwrite=writer.overwrite)
     if not settings.storage or type(writer) is not FileSystemWriter or not _is_plain_writer(writer):
         return writer
     threads = {"thread_count": writer.thread_count} if writer.thread_count != 1 else {}
@@ -405,6 +412,8 @@ def _reader(settings: Settings, reader: Any) -> Any:
             return reader
         threads = {"thread_count": reader.thread_count} if reader.thread_count != 1 else {}
         return settings.make(SafetensorsReader, HuggingFaceStorageReader, reader.path, **threads)
+    if settings.storage and is_fsspec(reader) and is_in_object_store(reader.path):
+        return settings.make(FileReader, type(reader), reader.path)
     if not settings.storage or type(reader) is not FileSystemReader or type(reader.fs) is not FileSystem:
         return reader
     extensions = reader.transforms.extension_registry.extensions

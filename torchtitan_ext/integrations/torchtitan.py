@@ -44,6 +44,7 @@ from torchtitan_ext.errors import (
 from torchtitan_ext.integrations.torchtitan_flags import Options, in_flags, with_excluded
 from torchtitan_ext.integrations.torchtitan_train_state import RunTrainState
 from torchtitan_ext.storage.commit.steps import STEP, has_finished, step_of
+from torchtitan_ext.storage.location import is_plain_url
 from torchtitan_ext.storage.weights.writer import SafetensorsWriter
 
 try:
@@ -151,7 +152,7 @@ class ElasticCheckpointManager(CheckpointManager):
             self.stager = CpuStager(process=True)  # torchtitan, too, keeps pinned memory and writes in a process
         self._run = runs.CheckpointManager(
             self.folder,
-            keep=None if filesystem.is_remote(self.folder) else self.keep_latest_k or None,
+            keep=None if is_plain_url(self.folder) else self.keep_latest_k or None,
             asynchronous=self.async_mode != AsyncMode.DISABLED,
             stager=self.stager,
             step_pattern=STEP.text,
@@ -318,7 +319,7 @@ class ElasticCheckpointManager(CheckpointManager):
 
     def _purge_stale_checkpoints(self) -> None:
         """Leaves steps at a URL to torchtitan; others are removed by the save itself, once it is committed."""
-        if filesystem.is_remote(self.folder) and not self._is_refused:  # else too few whole steps would be left
+        if is_plain_url(self.folder) and not self._is_refused:  # else too few whole steps would be left
             super()._purge_stale_checkpoints()
 
 

@@ -10,7 +10,7 @@ import errno
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from functools import cached_property
 from importlib import import_module
@@ -27,6 +27,8 @@ _CLIENT_OPTIONS = ("allow_http", "allow_invalid_certificates", "connect_timeout"
 _MAX_ERROR_CHARACTERS = 300
 
 # What follows a question mark in a URL may be a signature.
+_MAX_LISTINGS = 3
+
 _DENIED = re.compile(r"status code: 40[13]\b")
 _QUERY = re.compile(r"\?[^\s\"')>]+")
 
@@ -48,6 +50,27 @@ class ConflictError(Exception):
     """An object is not in the version that a conditional put asked for."""
 
 
+class _Process:
+    """Whether this process can use ``obstore``: threads do its requests, which a fork does not take along."""
+
+    def __init__(self) -> None:
+        self._is_used = self._is_forked = False
+        os.register_at_fork(after_in_child=self._note_fork)
+
+    def check(self, location: Location) -> None:
+        """Raises OSError in a fork of a process that has used an object store: its requests would wait for ever."""
+        if self._is_forked:
+            detail = "this process was forked from one that has used an object store; start it by spawn or forkserver"
+            raise OSError(errno.EPERM, detail, str(location))
+        self._is_used = True
+
+    def _note_fork(self) -> None:
+        self._is_forked = self._is_used
+
+
+_process = _Process()
+
+
 class ObjectFolder:
     """The folder at a URL. May be pickled, and used by several threads."""
 
@@ -57,8 +80,9 @@ class ObjectFolder:
     def __reduce__(self) -> tuple[Callable[..., ObjectFolder], tuple[Location]]:
         return ObjectFolder, (self.location,)
 
-    @cached_property
+    @property
     def _obstore(self) -> Any:
+        _process.check(self.location)
         return import_module("obstore")
 
     @cached_property
@@ -141,15 +165,22 @@ class ObjectFolder:
     def stamps(self) -> dict[str, ObjectStamp]:
         """The objects right in the folder, by name."""
         with self.told(""):
-            listed = self._obstore.list_with_delimiter(self._store)
+            listed = self._listed()
             named = [(meta["path"].rpartition("/")[2], meta) for meta in listed["objects"]]
         return {name: _stamp(meta) for name, meta in named if name}  # without a name: the mark of an empty folder
 
     def folders(self) -> list[str]:
         """The names of the folders right in this one."""
         with self.told(""):
-            listed = self._obstore.list_with_delimiter(self._store)
+            listed = self._listed()
             return sorted(prefix.rstrip("/").rpartition("/")[2] for prefix in listed["common_prefixes"])
+
+    def _listed(self) -> Any:
+        """The answer to a listing, which obstore does not ask for again where the answer was cut."""
+        for _ in range(_MAX_LISTINGS - 1):
+            with suppress(self._obstore.exceptions.GenericError):
+                return self._obstore.list_with_delimiter(self._store)
+        return self._obstore.list_with_delimiter(self._store)
 
     @contextmanager
     def told(self, name: str) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import NamedTuple
 
@@ -10,6 +11,8 @@ from torchtitan_ext.errors import WrongValueError
 from torchtitan_ext.storage.commit.steps import steps_among
 from torchtitan_ext.storage.location import Location, is_in_object_store
 from torchtitan_ext.storage.objects.folder import ObjectFolder
+
+_MAX_REQUESTS = 16
 
 
 class RemoteSteps(NamedTuple):
@@ -29,10 +32,12 @@ def remote_steps(run: str, pattern: str | None = None) -> RemoteSteps:
         WrongValueError: fsspec knows no such protocol, or misses a package for it.
         OSError: The storage cannot be listed.
     """
-    folders, is_finished = _object_listing(run) if is_in_object_store(run) else _fsspec_listing(run)
+    folders, has_finished = _object_listing(run) if is_in_object_store(run) else _fsspec_listing(run)
+    names = steps_among(folders, pattern)
     steps: tuple[dict[int, str], dict[int, str]] = {}, {}
-    for number, name in steps_among(folders, pattern).items():
-        steps[not is_finished(name)][number] = f"{run.rstrip('/')}/{name}"
+    with ThreadPoolExecutor(_MAX_REQUESTS) as pool:
+        for (number, name), is_finished in zip(names.items(), pool.map(has_finished, names.values()), strict=True):
+            steps[not is_finished][number] = f"{run.rstrip('/')}/{name}"
     return RemoteSteps(*steps)
 
 
