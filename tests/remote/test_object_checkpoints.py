@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoints import DTYPES, random_bits, tensors
+from extent import SOAK
 from models import differences, poison
 from object_server import ObjectServer
 from random_layouts import build, random_layouts, random_truth
@@ -36,7 +37,7 @@ from torchtitan_ext.storage.location import Location
 from torchtitan_ext.storage.objects.folder import ObjectFolder
 from torchtitan_ext.storage.objects.leftovers import left_saves, remove_left_save
 
-NUM_STATES = 2 * int(os.environ.get("TTE_SOAK", "1"))
+NUM_STATES = 2 * SOAK
 NUM_TENSORS = 20
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from extent import SOAK
 from fault_proxy import FaultProxy
 from object_server import ObjectServer
 from request_faults import Fault
@@ -35,7 +36,6 @@ from torchtitan_ext.storage.objects import commit, folder, lease, leftovers
 from torchtitan_ext.storage.objects.folder import ObjectFolder
 from torchtitan_ext.storage.objects.leftovers import left_saves, remove_left_save
 
-SOAK = int(os.environ.get("TTE_SOAK", "1"))
 NUM_RACES = 5 * SOAK
 NUM_CLEANINGS = 5 * SOAK
 
@@ -116,6 +116,7 @@ HEALED = [
 ]
 
 
+@pytest.mark.sampled(0.3)
 @pytest.mark.parametrize("has_earlier", [False, True])
 @pytest.mark.parametrize("fault", HEALED, ids=str)
 def test_a_fault_of_the_commit_is_healed(
@@ -132,6 +133,7 @@ def test_a_fault_of_the_commit_is_healed(
     assert left == set()
 
 
+@pytest.mark.sampled(0.3)
 @pytest.mark.parametrize("fault", [one for one in HEALED if one.status != 409], ids=str)
 def test_a_fault_of_data_is_healed(proxy: FaultProxy, url: str, number_of: Callable[[str], int], fault: Fault) -> None:
     rule = proxy.add(fault, method="PUT", path=DATA, matches=range(1, 3))
@@ -139,6 +141,7 @@ def test_a_fault_of_data_is_healed(proxy: FaultProxy, url: str, number_of: Calla
     assert rule.num_fired >= 1 and number_of(url) == 1
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize(
     "fault",
     [

@@ -8,6 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from casts import FLOATS, without_nan
 from extent import num_cases
+from fetched_reads import fetch
 from states import bits, load, save
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
@@ -68,7 +69,10 @@ def test_boxes_of_any_strides_in_the_file_and_in_memory(tmp_path: Path) -> None:
         file = runs.add_file(str(tmp_path / "file"), -1)
         stored = _core.StoredTensor(dtype_name(dtype), sizes, strides, begin)
         runs.add_box(file, stored, offsets, place.shape, place.data_ptr(), place.stride(), dtype_name(wanted_dtype))
-        runs.read(2, "none")
+        if drawn.random() < 0.5:
+            runs.read(2, "none")
+        else:
+            fetch(runs, [tmp_path / "file"], "none", drawn)
         if wanted_dtype != dtype:
             place, wanted = without_nan(place), without_nan(wanted.to(wanted_dtype))
         assert torch.equal(bits(place), bits(wanted)), (dtype, wanted_dtype, sizes, strides, box)
