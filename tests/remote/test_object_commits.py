@@ -41,6 +41,7 @@ NUM_CLEANINGS = 5 * SOAK
 
 METADATA = r"/\.metadata$"
 DATA = r"\.distcp"
+INDEX = r"/\.tte_index"
 
 
 @pytest.fixture
@@ -158,7 +159,7 @@ def test_a_fault_of_a_read_is_healed(
     proxy: FaultProxy, url: str, faulty: dict[str, str], monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
     save(1, url, no_dist=True)
-    rule = proxy.add(fault, method="GET", path=f"{METADATA}|{DATA}|tte_index", matches=range(1, 20, 2))
+    rule = proxy.add(fault, method="GET", path=f"{METADATA}|{DATA}|{INDEX}", matches=range(1, 20, 2))
     assert number_at(url, faulty, monkeypatch) == 1 and rule.num_fired >= 2
 
 
@@ -397,3 +398,27 @@ def test_a_save_that_has_decided_is_left_alone(
 def test_errors_have_types() -> None:
     for kind in (UnknownOutcomeError, SaveInProgressError, SavedOverError, LostRankError):
         assert issubclass(kind, TorchtitanExtError)
+
+
+@pytest.mark.parametrize("path", [DATA, METADATA, INDEX])
+def test_answers_that_change_on_the_way_are_told(
+    proxy: FaultProxy, url: str, faulty: dict[str, str], monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    save(1, url, no_dist=True)
+    rule = proxy.add(Fault("corrupt_answer"), method="GET", path=path)
+    with pytest.raises(TorchtitanExtError, match="checksum|damaged|other bytes stand there|does not begin as"):
+        number_at(url, faulty, monkeypatch)
+    proxy.remove(rule)
+    assert rule.num_fired and number_at(url, faulty, monkeypatch) == 1
+
+
+@pytest.mark.parametrize("path", [DATA, METADATA, INDEX, r"\.lease$"])
+def test_requests_that_change_on_the_way_are_refused_by_the_store(
+    proxy: FaultProxy, url: str, number_of: Callable[[str], int], path: str
+) -> None:
+    save(1, url, no_dist=True)
+    rule = proxy.add(Fault("corrupt_request"), method="PUT", path=path)
+    with pytest.raises(TorchtitanExtError, match="BadDigest"):
+        save(2, url, no_dist=True)
+    proxy.remove(rule)
+    assert rule.num_fired and number_of(url) == 1
