@@ -12,11 +12,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torchtitan_ext.checkpoint.planners.saved_chunks import SavedChunks, state_of
 from torchtitan_ext.checkpoint.tables.component import WORLD_KEY
 from torchtitan_ext.errors import LayoutError
 from torchtitan_ext.layout.layout import local_shards
 from torchtitan_ext.offline.placement_rules import PlacementRules, parse_mesh, parse_rules
+from torchtitan_ext.storage.metadata.dcp_objects import SavedChunks, state_of
 
 FSDP_TP = [(1, 0, 1), (0, 0, 1)]  # tp on dim 0, then dp on dim 0
 ROWWISE = [(1, 1, 1), (0, 0, 1)]

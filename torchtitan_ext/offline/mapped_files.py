@@ -9,13 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.planners.saved_chunks import state_of
 from torchtitan_ext.offline.sources import DcpSource
 from torchtitan_ext.storage.checkpoint_files import Record
 from torchtitan_ext.storage.formats.plain_files import PlainFiles
-from torchtitan_ext.storage.metadata.dcp_objects import metadata_of_state
 from torchtitan_ext.storage.native.open_files import Chunk
-from torchtitan_ext.transforms.mapped import MappedMetadata
+from torchtitan_ext.transforms.mapped import MappedState
 from torchtitan_ext.transforms.rules import Transform
 
 
@@ -29,8 +27,8 @@ class MappedFiles:
     def __init__(self, source: DcpSource | PlainFiles, transform: Transform) -> None:
         self.source = source
         self.path = source.path
-        self.mapped = MappedMetadata(transform, metadata_of_state(source.state), operation="transform")
-        self.state = state_of(self.mapped.metadata)
+        self.mapped = MappedState(transform, source.state, operation="transform")
+        self.state = self.mapped.state
 
     def check_files(self, fqns: Iterable[str]) -> None:
         self.source.check_files(dict.fromkeys(name for fqn in fqns for name in self.mapped.source_names(fqn)))
@@ -40,7 +38,7 @@ class MappedFiles:
         found = []
         for key in keys:
             entry = self.state.tensors[key.fqn]
-            records = self.source.find_records(self.mapped.source_indices(key.fqn))
+            records = self.source.find_records(list(self.mapped.source_indices(key.fqn)))
             is_plain = all(record.tensor is not None for record in records)
             tensor = _core.StoredTensor(entry.dtype, entry.shape, None, 0) if is_plain else None
             found.append(Record(self.path.name, 0, 0, tensor))

@@ -14,12 +14,12 @@ from typing import Any, Literal, TypeVar
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.planners.saved_chunks import SavedChunks
 from torchtitan_ext.checkpoint.tables.agreement import Agreement
 from torchtitan_ext.errors import Problem, named
 from torchtitan_ext.layout.layout import Box
 from torchtitan_ext.state.nested import Path
 from torchtitan_ext.storage import FileReader
+from torchtitan_ext.storage.metadata.dcp_objects import SavedChunks
 
 Replicas = Literal["equal", "first"]
 """What is asked of copies, where nothing tells the right one: that they are equal, or nothing: the first counts."""

@@ -1,61 +1,45 @@
-"""A checkpoint as a transform shows it: metadata of the targets, and which parts of which files a box of them needs."""
+"""A checkpoint as a transform shows it: what it holds then, and which parts of which files a box of them needs."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import Problem, refusal
-from torchtitan_ext.storage.metadata.saved_metadata import WORLD_KEY, recorded_path
-from torchtitan_ext.storage.raw_tensor import DTYPES, NAMES, dtype_name
+from torchtitan_ext.storage.metadata.saved_metadata import WORLD_KEY, recorded_paths
+from torchtitan_ext.storage.metadata.saved_state import SavedState, SavedTensor
+from torchtitan_ext.storage.raw_tensor import DTYPES
 from torchtitan_ext.transforms.rules import Transform
 
-Source = tuple[str, str, tuple[int, ...]]
-"""Name, dtype and shape of what a transform takes; no dtype of a value that is no tensor."""
 
-
-def sources_in(metadata: Metadata) -> list[Source]:
-    """The keys of a metadata as sources of a transform."""
-    return [
-        (fqn, dtype_name(entry.properties.dtype), tuple(entry.size))
-        if isinstance(entry, TensorStorageMetadata)
-        else (fqn, "", ())
-        for fqn, entry in metadata.state_dict_metadata.items()
-    ]
-
-
-class MappedMetadata:
-    """The metadata of a checkpoint through a transform.
+class MappedState:
+    """What a checkpoint holds, through a transform.
 
     Attributes:
-        metadata: Has the targets in place of what the checkpoint has, each tensor as one chunk.
-        saved: As the checkpoint has it.
+        state: Has the targets in place of what the checkpoint has, each tensor as one chunk.
 
     Raises:
         TransformError: The transform does not fit; all problems. Nothing has been read but metadata.
         ReshardError: The saved chunks of a tensor do not hold every element once.
     """
 
-    def __init__(self, transform: Transform, saved: Metadata, *, operation: str = "load") -> None:
-        self.saved = saved
-        self._names = list(saved.state_dict_metadata)
-        self._entries = [saved.state_dict_metadata[name] for name in self._names]
-        resolved = _core.resolve_transform(transform.encoded(), sources_in(saved))
+    def __init__(self, transform: Transform, saved: SavedState, *, operation: str = "load") -> None:
+        self._names = list(saved.entries)
+        self._entries = list(saved.entries.values())
+        sources = [(fqn, "", ()) if one is None else (fqn, one.dtype, one.shape) for fqn, one in saved.entries.items()]
+        resolved = _core.resolve_transform(transform.encoded(), sources)
         if resolved.problems:
             raise refusal(operation, [Problem("wrong_transform", key, detail) for key, detail in resolved.problems])
         self._targets = {target.name: target for target in resolved.targets}
-        self._index_chunks(operation)
-        self.metadata = self._metadata()
+        self._check_sources(operation)
+        self._sources = _core.MapSources(
+            [((), None) if one is None else (one.shape, one.chunks) for one in self._entries]
+        )
+        self.state = self._state(saved.planner_data)
 
     def value_name(self, fqn: str) -> str:
         """The checkpoint's name of a target that is no tensor."""
@@ -72,8 +56,7 @@ class MappedMetadata:
         if source is None or len(target.dtypes) > 1 or target.scales is not None:
             return None
         entry = self._entries[source]
-        is_kept = isinstance(entry, BytesStorageMetadata) or tuple(entry.size) == tuple(target.values.shape)
-        return self._names[source] if is_kept else None
+        return self._names[source] if entry is None or entry.shape == tuple(target.values.shape) else None
 
     def changed_tensors(self) -> list[str]:
         """The targets with elements that are not whole tensors of the checkpoint under another name."""
@@ -81,14 +64,15 @@ class MappedMetadata:
             fqn for fqn, target in self._targets.items() if self.kept_name(fqn) is None and 0 not in target.values.shape
         ]
 
-    def source_indices(self, fqn: str) -> list[MetadataIndex]:
+    def source_indices(self, fqn: str) -> Iterator[MetadataIndex]:
         """The saved chunks of the keys of ``source_names``, or the saved value."""
-        indices = []
         for source in self._sources_of(fqn):
-            chunks = self._chunks[source]
-            offsets = [None] if chunks is None else [torch.Size(offsets) for offsets, _ in chunks.boxes()]
-            indices += [MetadataIndex(self._names[source], offset) for offset in offsets]
-        return indices
+            name, entry = self._names[source], self._entries[source]
+            if entry is None:
+                yield MetadataIndex(name)
+                continue
+            for number in range(len(entry.chunks)):
+                yield MetadataIndex(name, torch.Size(entry.chunks.box(number)[0]))
 
     def _sources_of(self, fqn: str) -> list[int]:
         target = self._targets[fqn]
@@ -129,73 +113,46 @@ class MappedMetadata:
 
     def chunk_of(self, part: _core.MapPart) -> tuple[MetadataIndex, tuple[int, ...]]:
         """The saved chunk of which a part is read, and its sizes."""
-        chunks = self._chunks[part.source]
-        assert chunks is not None, f"{self._names[part.source]} is no tensor, please report"
-        offsets, sizes = chunks.box(part.chunk)
+        offsets, sizes = self._tensor(part.source).chunks.box(part.chunk)
         return MetadataIndex(self._names[part.source], torch.Size(offsets)), sizes
 
-    def _dtype_of(self, tensor_map: _core.TensorMap, of_none: torch.dtype) -> torch.dtype:
-        for source in tensor_map.sources:
-            entry = self._entries[source]
-            assert isinstance(entry, TensorStorageMetadata)
-            return entry.properties.dtype
-        return of_none
+    def _tensor(self, source: int) -> SavedTensor:
+        entry = self._entries[source]
+        assert entry is not None, f"{self._names[source]} is no tensor, please report"
+        return entry
 
-    def _index_chunks(self, operation: str) -> None:
-        """Indexes the chunk lists of the tensors that are used, each different list once."""
-        used = {name for fqn in self._targets for name in self.source_names(fqn)}
-        lists: dict[int, _core.ChunkIndex] = {}
-        self._chunks: list[_core.ChunkIndex | None] = []
+    def _dtype_of(self, tensor_map: _core.TensorMap, of_none: torch.dtype) -> torch.dtype:
+        sources = tensor_map.sources
+        return DTYPES[self._tensor(sources[0]).dtype] if sources else of_none
+
+    def _check_sources(self, operation: str) -> None:
         problems = []
-        for name, entry in zip(self._names, self._entries, strict=True):
-            if name not in used or not isinstance(entry, TensorStorageMetadata):
-                self._chunks.append(None)
+        used = {source for fqn in self._targets for source in self._sources_of(fqn)}
+        for source, entry in enumerate(self._entries):
+            if source not in used or entry is None:
                 continue
-            known = lists.get(id(entry.chunks))
-            if known is None:
-                known = lists[id(entry.chunks)] = _core.ChunkIndex(entry.chunks)
-            self._chunks.append(known)
-            if not known.covers(tuple(entry.size)):
-                defect = _core.describe_cover_defect(tuple(entry.size), known.boxes(), None)
+            name = self._names[source]
+            if not entry.chunks.covers(entry.shape):
+                defect = _core.describe_cover_defect(entry.shape, entry.chunks.boxes(), None)
                 problems.append(Problem("broken_checkpoint", name, str(defect)))
-            if entry.properties.dtype not in NAMES:
-                detail = f"is of {entry.properties.dtype}, which is no plain memory; name it in drop"
+            if entry.dtype not in DTYPES:
+                detail = f"is of torch.{entry.dtype}, which is no plain memory; name it in drop"
                 problems.append(Problem("wrong_transform", name, detail))
         if problems:
             raise refusal(operation, problems)
-        shapes = [tuple(one.size) if isinstance(one, TensorStorageMetadata) else () for one in self._entries]
-        self._sources = _core.MapSources(list(zip(shapes, self._chunks, strict=True)))
 
-    def _metadata(self) -> Metadata:
-        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        places: dict[MetadataIndex, object] = {}
-        planner_data = {}
-        chunk_lists: dict[tuple[int, ...], list[ChunkStorageMetadata]] = {}
-        stored = self.saved.storage_data or {}
+    def _state(self, saved_data: Any) -> SavedState:
+        entries: dict[str, SavedTensor | None] = {}
+        whole: dict[tuple[int, ...], _core.ChunkIndex] = {}
         for fqn, target in self._targets.items():
-            path = recorded_path(self.saved.planner_data, fqn)
-            if path is not None:
-                planner_data[fqn] = path
             if not target.dtypes:
-                entries[fqn] = BytesStorageMetadata()
-                places[MetadataIndex(fqn)] = stored.get(MetadataIndex(self.value_name(fqn)))
+                entries[fqn] = None
                 continue
             shape = tuple(target.values.shape)
-            if shape not in chunk_lists:
-                zeros = torch.Size((0,) * len(shape))
-                chunk_lists[shape] = [ChunkStorageMetadata(zeros, torch.Size(shape))]
-            properties = TensorProperties(dtype=DTYPES[target.dtypes[-1]])
-            entries[fqn] = TensorStorageMetadata(properties, torch.Size(shape), chunk_lists[shape])
-            places[MetadataIndex(fqn, chunk_lists[shape][0].offsets)] = self._first_place(target)
-        if isinstance(self.saved.planner_data, dict) and WORLD_KEY in self.saved.planner_data:
-            planner_data[WORLD_KEY] = self.saved.planner_data[WORLD_KEY]
-        return replace(self.saved, state_dict_metadata=entries, planner_data=planner_data, storage_data=places)
-
-    def _first_place(self, target: _core.MappedTensor) -> object:
-        """Where the first chunk of the first source lies, by which readers go forward in the files."""
-        for source in target.values.sources:
-            chunks = self._chunks[source]
-            if chunks is not None:
-                index = MetadataIndex(self._names[source], torch.Size(chunks.box(0)[0]))
-                return (self.saved.storage_data or {}).get(index)
-        return None
+            if shape not in whole:
+                whole[shape] = _core.ChunkIndex.of_boxes([((0,) * len(shape), shape)])
+            entries[fqn] = SavedTensor(target.dtypes[-1], shape, whole[shape])
+        planner_data: dict[str, Any] = {**recorded_paths(saved_data, entries)}
+        if isinstance(saved_data, dict) and WORLD_KEY in saved_data:
+            planner_data[WORLD_KEY] = saved_data[WORLD_KEY]
+        return SavedState(entries, planner_data)

@@ -12,12 +12,12 @@ from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError
 from torchtitan_ext.storage.native.fills import Elements
 from torchtitan_ext.storage.native.open_files import OpenFiles
 from torchtitan_ext.storage.raw_tensor import DTYPES, dtype_name
-from torchtitan_ext.transforms.mapped import MappedMetadata
+from torchtitan_ext.transforms.mapped import MappedState
 
 _NOT_PLAIN = "it is a tensor subclass, quantised or sparse: a transform takes plain tensors; load it without"
 
 
-def mapped_elements(mapped: MappedMetadata, files: OpenFiles, fqn: str, offsets: Sequence[int]) -> Elements:
+def mapped_elements(mapped: MappedState, files: OpenFiles, fqn: str, offsets: Sequence[int]) -> Elements:
     """The elements of a target from these offsets on. Reading them raises:
 
     Raises:
@@ -31,7 +31,7 @@ def mapped_elements(mapped: MappedMetadata, files: OpenFiles, fqn: str, offsets:
 
 
 def _read_into(
-    mapped: MappedMetadata,
+    mapped: MappedState,
     files: OpenFiles,
     fqn: str,
     begin: Sequence[int],

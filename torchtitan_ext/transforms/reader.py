@@ -12,23 +12,28 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from torchtitan_ext.state.host_copies import aligned
+from torchtitan_ext.storage.metadata.dcp_objects import metadata_of_state, state_of
 from torchtitan_ext.storage.native.device_buckets import bucket_bytes_of
 from torchtitan_ext.storage.native.file_reader import FileReader
 from torchtitan_ext.storage.native.read_batch import ReadBatch
 from torchtitan_ext.storage.weights.safetensors_reader import reader_at
-from torchtitan_ext.transforms.mapped import MappedMetadata
+from torchtitan_ext.transforms.mapped import MappedState
 from torchtitan_ext.transforms.mapped_reads import mapped_elements
 from torchtitan_ext.transforms.rules import Transform
 
 
 class MappedReader(FileReader):
-    """A ``FileReader`` whose plans are of a transform's targets. ``map_metadata`` comes behind ``read_metadata``."""
+    """A ``FileReader`` whose plans are of a transform's targets. ``map_metadata`` comes behind ``read_metadata``.
 
-    _mapped: MappedMetadata
+    Attributes:
+        files_metadata: The checkpoint's, without the transform.
+    """
+
+    _mapped: MappedState
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
@@ -46,11 +51,20 @@ class MappedReader(FileReader):
         Raises:
             TransformError: The transform does not fit the checkpoint.
         """
-        self._mapped = MappedMetadata(transform, metadata)
-        return self._mapped.metadata
+        self.files_metadata = metadata
+        self._mapped = MappedState(transform, state_of(metadata))
+        shown = metadata_of_state(self._mapped.state)
+        entries, data = shown.state_dict_metadata, shown.planner_data
+        places = {}
+        for fqn, entry in entries.items():
+            offsets = entry.chunks[0].offsets if isinstance(entry, TensorStorageMetadata) else None
+            # Readers go forward in the files by the places of first chunks.
+            first = next(self._mapped.source_indices(fqn), None)
+            places[MetadataIndex(fqn, offsets)] = (metadata.storage_data or {}).get(first)
+        return dataclasses.replace(metadata, state_dict_metadata=entries, planner_data=data, storage_data=places)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._source.set_up_storage_reader(self._mapped.saved, is_coordinator, *args, **kwargs)
+        self._source.set_up_storage_reader(self.files_metadata, is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         fqns = dict.fromkeys(item.storage_index.fqn for item in plan.items)
@@ -63,7 +77,7 @@ class MappedReader(FileReader):
 
     def are_plain(self, indices: Sequence[MetadataIndex]) -> list[bool]:
         """Whether parts can be read alone: of all chunks of the tensors that these are made of."""
-        of_sources = [self._mapped.source_indices(index.fqn) for index in indices]
+        of_sources = [list(self._mapped.source_indices(index.fqn)) for index in indices]
         unique = list(dict.fromkeys(one for several in of_sources for one in several))
         are_plain = dict(zip(unique, self._source.are_plain(unique), strict=True))
         return [all(are_plain[one] for one in several) for several in of_sources]
@@ -79,7 +93,7 @@ class MappedReader(FileReader):
         return self._source
 
     @property
-    def mapped(self) -> MappedMetadata:
+    def mapped(self) -> MappedState:
         """What the transform makes of the checkpoint."""
         return self._mapped
 

@@ -7,21 +7,19 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.layout.layout import row_major_strides
-from torchtitan_ext.storage.raw_tensor import DTYPES, NAMES
+from torchtitan_ext.storage.raw_tensor import DTYPES, NAMES, dtype_name
 from torchtitan_ext.storage.weights.layout import dtype_problems, name_problems, value_problem
 from torchtitan_ext.storage.weights.placed import FilePart, TensorForms
-from torchtitan_ext.transforms.mapped import Source, sources_in
 from torchtitan_ext.transforms.rules import Transform
+
+Source = tuple[str, str, tuple[int, ...]]
+"""Name, dtype and shape of what a transform takes; no dtype of a value that is no tensor."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,12 @@ class TransformedTensors:
         Raises:
             TransformError: The transform does not fit what the ranks hold, or has no way into files; all problems.
         """
-        sources = sources_in(metadata)
+        sources: list[Source] = [
+            (fqn, dtype_name(entry.properties.dtype), tuple(entry.size))
+            if isinstance(entry, TensorStorageMetadata)
+            else (fqn, "", ())
+            for fqn, entry in metadata.state_dict_metadata.items()
+        ]
         resolved = _core.resolve_transform(self.transform.encoded(), sources)
         problems = [Problem("wrong_transform", key, detail) for key, detail in resolved.problems]
         problems += name_problems(target.name for target in resolved.targets)

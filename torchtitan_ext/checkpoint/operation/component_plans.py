@@ -78,7 +78,7 @@ class OpenSource:
     @property
     def entries(self) -> Mapping[str, TensorStorageMetadata | BytesStorageMetadata]:
         """What the checkpoint has, by ``saved_name``."""
-        metadata = self.reader.mapped.saved if isinstance(self.reader, MappedReader) else self.metadata
+        metadata = self.reader.files_metadata if isinstance(self.reader, MappedReader) else self.metadata
         return metadata.state_dict_metadata
 
     def saved_name(self, fqn: str) -> str:

@@ -23,12 +23,7 @@ from torchtitan_ext.checkpoint.planners.items import (
     uncuttable_wrappers,
     unread_problems,
 )
-from torchtitan_ext.checkpoint.planners.saved_chunks import (
-    SavedChunks,
-    cover_problems,
-    name_metadata,
-    storage_problems,
-)
+from torchtitan_ext.checkpoint.planners.saved_chunks import cover_problems, name_metadata, storage_problems
 from torchtitan_ext.checkpoint.planners.subclasses import (
     check_global_plan,
     check_local_plans,
@@ -75,6 +70,7 @@ from torchtitan_ext.layout.dtensor import box_of, local_tensor
 from torchtitan_ext.layout.layout import LayoutRules, ShardOrder, Steps
 from torchtitan_ext.state.nested import FlatStateDict, Path, materialize_meta, on_devices_of, set_value
 from torchtitan_ext.state.plain_value import DamagedBytesError, NotPlain, NotPlainError, check_classes, read_value
+from torchtitan_ext.storage.metadata.dcp_objects import SavedChunks
 from torchtitan_ext.storage.native.file_reader import ForeseenPlan
 
 

@@ -1,7 +1,4 @@
-"""The chunks that a checkpoint has of each tensor: do they hold all of it, and are they in its files?
-
-Many keys have equal chunk lists; each different list is indexed once.
-"""
+"""The chunks that a checkpoint has of each tensor: do they hold all of it, and are they in its files?"""
 
 from __future__ import annotations
 
@@ -10,48 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.tables.agreement import Agreement
 from torchtitan_ext.dcp_private import StorageInfo
 from torchtitan_ext.errors import Problem
 from torchtitan_ext.storage.formats.safetensors_files import files_with_key
+from torchtitan_ext.storage.metadata.dcp_objects import SavedChunks
 from torchtitan_ext.storage.metadata.lazy_metadata import LazyDict
-from torchtitan_ext.storage.metadata.saved_state import SavedState, SavedTensor, lost_problem, version_problems
-from torchtitan_ext.storage.raw_tensor import dtype_name
-
-
-class SavedChunks:
-    """Finds the chunk list of each tensor, sorted once, the same object for equal lists.
-
-    Our saves share the lists themselves, which pickle keeps; for those of stock the contents are compared.
-    """
-
-    def __init__(self) -> None:
-        self._by_identity: dict[int, tuple[list[ChunkStorageMetadata], _core.ChunkIndex]] = {}
-        self._by_content: dict[bytes, _core.ChunkIndex] = {}
-
-    def of(self, saved: TensorStorageMetadata) -> _core.ChunkIndex:
-        known = self._by_identity.get(id(saved.chunks))
-        if known is None:
-            index = _core.ChunkIndex(saved.chunks)
-            # The list is kept alive, so that no other list gets its id.
-            known = (saved.chunks, self._by_content.setdefault(index.to_bytes(), index))
-            self._by_identity[id(saved.chunks)] = known
-        return known[1]
-
-
-def state_of(metadata: Metadata) -> SavedState:
-    """What DCP's metadata describes."""
-    chunks = SavedChunks()
-    entries = {
-        fqn: SavedTensor(dtype_name(saved.properties.dtype), tuple(saved.size), chunks.of(saved))
-        if isinstance(saved, TensorStorageMetadata)
-        else None
-        for fqn, saved in metadata.state_dict_metadata.items()
-    }
-    return SavedState(entries, metadata.planner_data)
+from torchtitan_ext.storage.metadata.saved_state import lost_problem, version_problems
 
 
 def cover_problems(

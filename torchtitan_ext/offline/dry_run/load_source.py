@@ -13,7 +13,6 @@ from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.operation.component_plans import OpenSource
 from torchtitan_ext.checkpoint.operation.load_phases import open_source
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
-from torchtitan_ext.checkpoint.planners.saved_chunks import state_of
 from torchtitan_ext.checkpoint.rules.policy import Source
 from torchtitan_ext.dcp_private import StorageInfo
 from torchtitan_ext.errors import Problem, refusal
@@ -23,7 +22,7 @@ from torchtitan_ext.storage.checkpoint_files import data_file_bytes, metadata_fi
 from torchtitan_ext.storage.formats.detect import Format, format_of, how_to_load
 from torchtitan_ext.storage.formats.plain_files import PlainFiles
 from torchtitan_ext.storage.location import is_local
-from torchtitan_ext.storage.metadata.dcp_objects import metadata_of_state, places_of
+from torchtitan_ext.storage.metadata.dcp_objects import metadata_of_state, places_of, state_of
 from torchtitan_ext.storage.metadata.saved_state import SavedState
 
 

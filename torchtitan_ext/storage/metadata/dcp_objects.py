@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as DCP's metadata has it."""
+"""What a checkpoint holds, and DCP's metadata of it: each made of the other."""
 
 from __future__ import annotations
 
@@ -14,9 +14,46 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from torchtitan_ext import _core
 from torchtitan_ext.dcp_private import StorageInfo
 from torchtitan_ext.storage.checkpoint_files import Record
-from torchtitan_ext.storage.metadata.saved_state import SavedState, SavedTensor
+from torchtitan_ext.storage.metadata.lazy_metadata import LazyDict
+from torchtitan_ext.storage.metadata.saved_state import SavedState, SavedTensor, state_in
+from torchtitan_ext.storage.raw_tensor import dtype_name
+
+
+class SavedChunks:
+    """Finds the chunk list of each tensor, sorted once, the same object for equal lists, which many keys have.
+
+    Our saves share the lists themselves, which pickle keeps; for those of stock the contents are compared.
+    """
+
+    def __init__(self) -> None:
+        self._by_identity: dict[int, tuple[list[ChunkStorageMetadata], _core.ChunkIndex]] = {}
+        self._by_content: dict[bytes, _core.ChunkIndex] = {}
+
+    def of(self, saved: TensorStorageMetadata) -> _core.ChunkIndex:
+        known = self._by_identity.get(id(saved.chunks))
+        if known is None:
+            index = _core.ChunkIndex(saved.chunks)
+            # The list is kept alive, so that no other list gets its id.
+            known = (saved.chunks, self._by_content.setdefault(index.to_bytes(), index))
+            self._by_identity[id(saved.chunks)] = known
+        return known[1]
+
+
+def state_of(metadata: Metadata) -> SavedState:
+    """What DCP's metadata describes."""
+    if isinstance(metadata.state_dict_metadata, LazyDict) and metadata.state_dict_metadata.columns is not None:
+        return state_in(metadata.state_dict_metadata.columns, metadata.planner_data)
+    chunks = SavedChunks()
+    entries = {
+        fqn: SavedTensor(dtype_name(saved.properties.dtype), tuple(saved.size), chunks.of(saved))
+        if isinstance(saved, TensorStorageMetadata)
+        else None
+        for fqn, saved in metadata.state_dict_metadata.items()
+    }
+    return SavedState(entries, metadata.planner_data)
 
 
 def metadata_of_state(state: SavedState) -> Metadata:
