@@ -166,6 +166,11 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def aligned(num_bytes: int, alignment: int = 64) -> int:
+    """Where the next tensor of a flat buffer begins: behind so many bytes, by default as in ``ops.flat_offsets``."""
+    return -(-num_bytes // alignment) * alignment
+
+
 def row_major_position(index: Sequence[int], shape: Sequence[int]) -> int:
     """How many elements of an array of this shape come before the one at ``index``, in row-major order."""
     position = 0

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError, WrongValueError
-from torchtitan_ext.layout.layout import row_major_strides
+from torchtitan_ext.layout.layout import aligned, row_major_strides
 from torchtitan_ext.offline.sources import DcpSource, FileSource
 from torchtitan_ext.storage.checkpoint_files import Record
 from torchtitan_ext.storage.element_types import item_bytes_of, num_bytes_of
@@ -32,9 +32,6 @@ _Target = TypeVar("_Target")
 
 # One call of the reader takes a batch of small pieces. Larger batches are no faster.
 _MAX_BATCH_PIECES = 4096
-
-# Pieces lie in a buffer at multiples of this, as tensors of any dtype may.
-_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ def batched(
     batch: list[tuple[Piece, _Target]] = []
     num_bytes = 0
     for piece, target in pieces:
-        size = _aligned(piece.num_bytes)
+        size = aligned(piece.num_bytes)
         if batch and (num_bytes + size > max_bytes or len(batch) == max_count):
             yield batch
             batch, num_bytes = [], 0
@@ -92,7 +89,7 @@ def views(buffer: Memory, pieces: Sequence[Piece]) -> list[Memory]:
     for piece in pieces:
         num_bytes = piece.num_bytes
         made.append(buffer[begin : begin + num_bytes])
-        begin += _aligned(num_bytes)
+        begin += aligned(num_bytes)
     return made
 
 
@@ -218,7 +215,3 @@ def too_large(fqn: str, number: float, dtype: str) -> WrongValueError:
         "larger numbers, such as bfloat16",
         "dtype",
     )
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

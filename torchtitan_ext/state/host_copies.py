@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchtitan_ext import _core, ops
 from torchtitan_ext.layout.dtensor import as_bytes, local_view
+from torchtitan_ext.layout.layout import aligned
 
 BUCKET_BYTES = 64 << 20
 """Of one transfer, at most: it takes milliseconds, beside which its launch is nothing."""
@@ -156,8 +157,3 @@ def row_major_boxes(tensor: Tensor, max_elements: int) -> Iterator[tuple[tuple[i
     """Cuts a tensor into boxes (offsets, view) of at most so many elements, row-major one behind the other."""
     for offsets, sizes in _core.BoxParts((0,) * tensor.dim(), tensor.shape, max_elements):
         yield offsets, local_view(tensor, offsets, sizes)
-
-
-def aligned(num_bytes: int) -> int:
-    """Where the next tensor of a flat buffer begins."""
-    return -(-num_bytes // ops.DEFAULT_ALIGNMENT) * ops.DEFAULT_ALIGNMENT

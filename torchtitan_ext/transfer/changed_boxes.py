@@ -22,7 +22,7 @@ from torch import Tensor
 from torchtitan_ext import _core, ops
 from torchtitan_ext.errors import Problem, named
 from torchtitan_ext.layout.dtensor import to_write
-from torchtitan_ext.layout.layout import Chunk, LocalShard, part_of_shard
+from torchtitan_ext.layout.layout import Chunk, LocalShard, aligned, part_of_shard
 from torchtitan_ext.transfer.changes import Changes, differing_versions
 from torchtitan_ext.transfer.endpoint import Endpoint
 from torchtitan_ext.transfer.transport import Row, Transport, part_of, rows_of, table_of
@@ -54,7 +54,7 @@ class _Header(NamedTuple):
         if self.num_changed <= 0:
             return 0
         num_bytes = 8 * self.num_blocks + 2 * self.num_offsets + item_bytes * self.num_changed
-        return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return aligned(num_bytes, _ALIGNMENT)
 
 
 @dataclass

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from torchtitan_ext.state.host_copies import aligned
+from torchtitan_ext.layout.layout import aligned
 from torchtitan_ext.storage.metadata.dcp_objects import metadata_of_state, state_of
 from torchtitan_ext.storage.native.device_buckets import bucket_bytes_of
 from torchtitan_ext.storage.native.file_reader import FileReader

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-_ALIGNMENT = 64  # of a cache line: more than any dtype needs
+from torchtitan_ext.layout.layout import aligned
 
 
 class _Pickler(pickle.Pickler):
@@ -82,5 +82,5 @@ def _places(sizes: list[int]) -> tuple[list[int], int]:
     places, end = [], 0
     for nbytes in sizes:
         places.append(end)
-        end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        end += aligned(nbytes)
     return places, end

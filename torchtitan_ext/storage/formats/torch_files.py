@@ -22,6 +22,7 @@ import torch
 from torchtitan_ext import _core
 from torchtitan_ext._core import ChunkSummary, KeySummary
 from torchtitan_ext.errors import DamagedCheckpointError, UnsafePickleError
+from torchtitan_ext.layout.layout import aligned
 from torchtitan_ext.state.nested import FlatStateDict, flat_keys
 from torchtitan_ext.state.plain_value import NotPlainError, read_value
 from torchtitan_ext.storage.checkpoint_files import Record
@@ -37,8 +38,6 @@ from torchtitan_ext.storage.raw_tensor import NAMES, dtype_name
 
 # torch 2.14 looks at the indices of sparse tensors, which have none on the meta device, and then says this.
 _NO_INDICES = "Cannot copy out of meta tensor"
-
-_ALIGNMENT = 64
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
@@ -136,7 +135,7 @@ def empty_tensors(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> d
     ends: dict[str, int] = {}
     end = 0
     for fqn, (dtype, sizes) in tensors.items():
-        ends[fqn] = end = (end + torch.Size(sizes).numel() * dtype.itemsize + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+        ends[fqn] = end = aligned(end + torch.Size(sizes).numel() * dtype.itemsize)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     memory = mmap.mmap(-1, max(end, 1), flags=flags)
     made, begin = {}, 0

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from torchtitan_ext import ops
 from torchtitan_ext.layout.dtensor import as_bytes
-from torchtitan_ext.state.host_copies import BUCKET_BYTES, aligned, row_major_boxes, takes_operators
+from torchtitan_ext.layout.layout import aligned
+from torchtitan_ext.state.host_copies import BUCKET_BYTES, row_major_boxes, takes_operators
 from torchtitan_ext.storage.raw_tensor import converted
 
 NUM_HOST_BUFFERS = 2

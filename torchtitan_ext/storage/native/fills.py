@@ -12,7 +12,8 @@ import torch
 from torchtitan_ext import _core, ops
 from torchtitan_ext.errors import CheckpointReadError
 from torchtitan_ext.layout.dtensor import is_plain_memory, is_wrapper, may_overlap_itself
-from torchtitan_ext.state.host_copies import BUCKET_BYTES, aligned, row_major_boxes, takes_operators
+from torchtitan_ext.layout.layout import aligned
+from torchtitan_ext.state.host_copies import BUCKET_BYTES, row_major_boxes, takes_operators
 from torchtitan_ext.storage.native.device_buckets import IncomingBuckets
 from torchtitan_ext.storage.native.open_files import OpenFiles
 from torchtitan_ext.storage.progress import OnBytes
