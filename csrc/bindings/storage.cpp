@@ -135,7 +135,7 @@ PlainTensor make_tensor(std::string dtype, Sizes sizes, std::optional<Sizes> str
   const ElementType* const type = find_element_type(dtype);
   TTE_CHECK(type != nullptr, dtype, "is no dtype of plain memory");
   TTE_CHECK(!strides || strides->size() == sizes.size(), dtype, "has other strides than sizes");
-  if (!strides) strides = row_major_strides(sizes);
+  if (!strides) strides = capped_strides(sizes);
   return {std::move(dtype), std::move(sizes), std::move(*strides), data_offset, type->item_bytes};
 }
 
@@ -550,7 +550,7 @@ void define_tensors(py::module_& module) {
       .def_property_readonly("sizes", [](const PlainTensor& self) { return to_tuple(self.sizes); })
       .def_property_readonly("strides", [](const PlainTensor& self) { return to_tuple(self.strides); })
       .def_property_readonly("is_row_major",
-                             [](const PlainTensor& self) { return self.strides == row_major_strides(self.sizes); })
+                             [](const PlainTensor& self) { return self.strides == capped_strides(self.sizes); })
       .def("shape_defect", &shape_defect, py::arg("dtype"), py::arg("sizes"))
       .def_readonly("data_offset", &PlainTensor::data_offset)
       .def_readonly("item_bytes", &PlainTensor::item_bytes);

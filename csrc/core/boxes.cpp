@@ -113,6 +113,16 @@ std::optional<size_t> dim_to_halve(std::span<const int64_t> sizes, std::span<con
 
 }  // namespace
 
+bool lies_inside(const Box& box, std::span<const int64_t> global_sizes) {
+  if (box.offsets.size() != global_sizes.size() || box.sizes.size() != global_sizes.size()) return false;
+  for (size_t dim = 0; dim < global_sizes.size(); ++dim) {
+    const int64_t offset = box.offsets[dim];
+    const int64_t size = box.sizes[dim];
+    if (offset < 0 || size < 0 || offset > global_sizes[dim] || size > global_sizes[dim] - offset) return false;
+  }
+  return true;
+}
+
 BoxIndex::BoxIndex(std::span<const Box> boxes, size_t num_dims) : num_dims_(num_dims) {
   extents_.reserve(boxes.size() * num_dims);
   order_.reserve(boxes.size());

@@ -30,6 +30,9 @@ struct Box {
 
 inline Box box_of(const Chunk& chunk) { return {chunk.offsets, chunk.sizes}; }
 
+// Whether a box is one of a tensor of these sizes: it has as many dims, and no size below 0.
+bool lies_inside(const Box& box, std::span<const int64_t> global_sizes);
+
 // Answers which of many boxes share an element with a given one, in time that grows with the logarithm of their number
 // plus the answer, whether they tile one dim, several, or one of them spans all the others.
 //

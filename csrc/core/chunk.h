@@ -41,6 +41,10 @@ struct Shard {
 // Product of the sizes, 1 for a 0-d tensor. Throws std::overflow_error beyond int64.
 int64_t num_elements(std::span<const int64_t> sizes);
 
+// The strides, in elements, of a tensor whose elements lie row-major, without gaps. Throws std::overflow_error beyond
+// int64.
+Sizes row_major_strides(std::span<const int64_t> sizes);
+
 // As Python writes a list of them: "[2, 0]".
 std::string list_text(std::span<const int64_t> sizes);
 

@@ -10,15 +10,6 @@
 namespace torchtitan_ext::core {
 namespace {
 
-bool is_inside(const Chunk& chunk, std::span<const int64_t> global_shape) {
-  for (size_t dim = 0; dim < global_shape.size(); ++dim) {
-    const int64_t offset = chunk.offsets[dim];
-    const int64_t size = chunk.sizes[dim];
-    if (offset < 0 || size < 0 || offset > global_shape[dim] || size > global_shape[dim] - offset) return false;
-  }
-  return true;
-}
-
 bool holds(const Chunk& chunk, std::span<const int64_t> element) {
   for (size_t dim = 0; dim < element.size(); ++dim) {
     if (element[dim] < chunk.offsets[dim] || element[dim] >= chunk.offsets[dim] + chunk.sizes[dim]) return false;
@@ -155,7 +146,8 @@ std::optional<CoverDefect> find_cover_defect(std::span<const int64_t> global_sha
     const Chunk& chunk = chunks[index];
     TTE_CHECK(chunk.offsets.size() == num_dims && chunk.sizes.size() == num_dims, "find_cover_defect", "chunk ", index,
               " has ", chunk.offsets.size(), " offsets and ", chunk.sizes.size(), " sizes, expected ", num_dims);
-    if (!is_inside(chunk, global_shape)) return CoverDefect{CoverDefect::Kind::kOutOfBounds, chunk.offsets, {index}};
+    if (!lies_inside(box_of(chunk), global_shape))
+      return CoverDefect{CoverDefect::Kind::kOutOfBounds, chunk.offsets, {index}};
     if (is_empty(chunk.sizes)) continue;
     for (size_t dim = 0; dim < num_dims; ++dim) {
       if (chunk.sizes[dim] != global_shape[dim]) is_partial[dim] = true;

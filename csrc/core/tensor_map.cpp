@@ -14,17 +14,11 @@ constexpr size_t kMaxPieces = size_t{1} << 21;
 // More elements than this are not compared one by one where boxes cannot say it.
 constexpr int64_t kMaxCounted = int64_t{1} << 33;
 
-Sizes row_major(std::span<const int64_t> shape) {
-  Sizes strides(shape.size(), 1);
-  for (size_t dim = shape.size(); dim-- > 1;)
-    strides[dim - 1] = checked_mul(strides[dim], std::max<int64_t>(shape[dim], 1));
-  return strides;
-}
-
 // The dims of a shape as positions see them: row-major strides, of dims with more than one element.
 class Grid {
  public:
-  explicit Grid(std::span<const int64_t> shape) : shape_(shape.begin(), shape.end()), strides_(row_major(shape)) {
+  explicit Grid(std::span<const int64_t> shape)
+      : shape_(shape.begin(), shape.end()), strides_(row_major_strides(shape)) {
     for (size_t dim = 0; dim < shape_.size(); ++dim) {
       if (shape_[dim] > 1) dims_.push_back(dim);
     }
@@ -257,7 +251,7 @@ std::string shape_text(std::span<const int64_t> shape) { return list_text(shape)
 
 // Dims so fine that loops of all pieces are digits of them, as far as their strides divide each other.
 Sizes factored(std::span<const int64_t> shape, std::span<const MapPiece* const> pieces, MapSide side) {
-  Sizes strides = row_major(shape);
+  Sizes strides = row_major_strides(shape);
   for (const MapPiece* piece : pieces) {
     for (const MapLoop& loop : piece->loops) {
       if (loop.strides[side] > 0) {
@@ -403,7 +397,7 @@ TensorMap TensorMap::whole(uint32_t source, Sizes shape) {
 
 TensorMap TensorMap::placed(Sizes shape, std::span<const TensorMap* const> parts, std::span<const Sizes> offsets) {
   TTE_CHECK(parts.size() == offsets.size(), "offsets", "got ", offsets.size(), " for ", parts.size(), " tensors");
-  const Sizes strides = row_major(shape);
+  const Sizes strides = row_major_strides(shape);
   TensorMap map{std::move(shape), {}};
   core::num_elements(map.shape);
   for (size_t number = 0; number < parts.size(); ++number) {
@@ -479,7 +473,7 @@ TensorMap TensorMap::permuted(std::span<const int64_t> dims) const {
   const std::vector<size_t> order = checked_permutation(dims, shape.size());
   TensorMap map;
   for (const size_t dim : order) map.shape.push_back(shape[dim]);
-  const Sizes new_strides = row_major(map.shape);
+  const Sizes new_strides = row_major_strides(map.shape);
   Sizes strides(shape.size());
   for (size_t dim = 0; dim < order.size(); ++dim) strides[order[dim]] = new_strides[dim];
   const Grid grid(shape);
@@ -517,7 +511,7 @@ TensorMap TensorMap::sliced(std::span<const int64_t> offsets, std::span<const in
         shape_text(shape));
   }
   TensorMap map{Sizes(sizes.begin(), sizes.end()), {}};
-  map.pieces = box_of(*this, offsets, sizes, row_major(sizes));
+  map.pieces = box_of(*this, offsets, sizes, row_major_strides(sizes));
   for (MapPiece& piece : map.pieces) simplify(piece);
   return map;
 }
@@ -533,7 +527,7 @@ TensorMap TensorMap::repeated(std::span<const int64_t> block, std::span<const in
     map.shape.push_back(checked_mul(shape[dim], block[dim]));
   }
   const Grid grid(shape);
-  const Sizes rows = row_major(map.shape);
+  const Sizes rows = row_major_strides(map.shape);
   Sizes strides = rows;
   for (size_t dim = 0; dim < strides.size(); ++dim) strides[dim] *= block[dim];
   map.pieces = aligned(pieces, kTarget, grid);

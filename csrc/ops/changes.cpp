@@ -104,7 +104,7 @@ std::vector<PlacedShard> placed_shards(std::span<const TensorView> views, std::s
     TTE_CHECK(std::ranges::equal(entry.shard_sizes, view.sizes), op, subject(op, name, index).text(),
               " has another shape than the table says");
     origin.assign(view.sizes.size(), 0);
-    PlacedShard shard{entry.of_dims, contiguous_strides(entry.of_dims),
+    PlacedShard shard{entry.of_dims, core::row_major_strides(entry.of_dims),
                       checked_chunks(entry.chunks, entry.of_dims, origin, view.sizes, op, "the global shape"),
                       core::num_elements(entry.of_dims)};
     check_disjoint(shard.chunks, &ChunkView::offsets, op, "global tensor");
@@ -126,7 +126,7 @@ int64_t address_of(const TensorView& view, const ChunkView& chunk) {
 }
 
 MarkedElements::Chunks chunks_by_index(const PlacedShard& shard, const TensorView& left, const TensorView& right) {
-  const std::vector<int64_t> local = contiguous_strides(left.sizes);
+  const std::vector<int64_t> local = core::row_major_strides(left.sizes);
   const std::array<std::vector<int64_t>, 3> strides{stride_bytes(left), stride_bytes(right), shard.global_strides};
   MarkedElements::Chunks chunks;
   chunks.reserve(shard.chunks.size());

@@ -1,7 +1,5 @@
 #include "ops/chunk_table.h"
 
-#include <algorithm>
-
 #include "core/boxes.h"
 #include "core/check.h"
 
@@ -111,16 +109,6 @@ int64_t offset_bytes(std::span<const int64_t> offsets, std::span<const int64_t> 
     sum = checked_add(sum, checked_mul(offset, strides[dim]));
   }
   return checked_mul(sum, item_bytes);
-}
-
-std::vector<int64_t> contiguous_strides(std::span<const int64_t> sizes) {
-  std::vector<int64_t> strides(sizes.size());
-  int64_t stride = 1;
-  for (size_t dim = sizes.size(); dim-- > 0;) {
-    strides[dim] = stride;
-    stride = checked_mul(stride, std::max<int64_t>(sizes[dim], 1));
-  }
-  return strides;
 }
 
 }  // namespace torchtitan_ext::ops

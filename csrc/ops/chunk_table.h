@@ -48,7 +48,4 @@ void check_disjoint(std::span<const ChunkView> chunks, std::span<const int64_t> 
 int64_t offset_bytes(std::span<const int64_t> offsets, std::span<const int64_t> origin,
                      std::span<const int64_t> strides, int64_t item_bytes);
 
-// Strides, in elements, of a contiguous tensor. Throws std::overflow_error where they do not fit.
-std::vector<int64_t> contiguous_strides(std::span<const int64_t> sizes);
-
 }  // namespace torchtitan_ext::ops

@@ -16,7 +16,7 @@ Tensor fingerprint_shard(const Tensor& shard, const Ints& global_sizes, const In
   const std::vector<ChunkView> views = checked_chunks(chunks, global_sizes, origin, view.sizes, op, "the global shape");
   check_disjoint(views, &ChunkView::offsets, op, "global tensor");
 
-  const Ints strides = contiguous_strides(global_sizes);
+  const Ints strides = core::row_major_strides(global_sizes);
   core::checked_mul(core::num_elements(global_sizes), view.item_bytes);
   core::RunList runs;
   for (const ChunkView& chunk : views) {

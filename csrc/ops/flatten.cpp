@@ -104,7 +104,7 @@ void flatten_views(std::span<const TensorView> views, const FlatLayout& layout, 
     if (view.contiguous) {
       runs.append_bytes(static_cast<int64_t>(view.address), base + offset, view.num_bytes());
     } else {
-      runs.append_box(view.sizes, view.side(), {base + offset, contiguous_strides(view.sizes)}, view.item_bytes);
+      runs.append_box(view.sizes, view.side(), {base + offset, core::row_major_strides(view.sizes)}, view.item_bytes);
     }
     end = offset + view.num_bytes();
   }
@@ -160,8 +160,8 @@ void unflatten_tensors_(const TensorList& tensors, const Tensor& flat, int64_t a
     if (view.contiguous) {
       runs.append_bytes(base + layout.offsets_bytes[index], static_cast<int64_t>(view.address), view.num_bytes());
     } else {
-      runs.append_box(view.sizes, {base + layout.offsets_bytes[index], contiguous_strides(view.sizes)}, view.side(),
-                      view.item_bytes);
+      runs.append_box(view.sizes, {base + layout.offsets_bytes[index], core::row_major_strides(view.sizes)},
+                      view.side(), view.item_bytes);
     }
   }
   copy_runs_on(flat_view, runs);
@@ -183,7 +183,7 @@ std::vector<Tensor> buffer_tensors(const Tensor& buffer, const TensorList& like,
   tensors.reserve(shapes.size());
   for (size_t index = 0; index < shapes.size(); ++index) {
     const Shape& shape = shapes[index];
-    const std::vector<int64_t> strides = contiguous_strides(shape.sizes);
+    const std::vector<int64_t> strides = core::row_major_strides(shape.sizes);
     void* address = reinterpret_cast<void*>(view.address + static_cast<uintptr_t>(layout.offsets_bytes[index]));
     // torch::stable::from_blob refuses dtypes that the stable ABI has no name for.
     AtenTensorHandle handle = nullptr;

@@ -92,7 +92,7 @@ std::vector<TensorView> views_of(const TensorList& tensors, Access access, const
 }
 
 Tensor empty_on(const TensorView& like, std::span<const int64_t> sizes, int32_t dtype) {
-  const std::vector<int64_t> strides = contiguous_strides(sizes);
+  const std::vector<int64_t> strides = core::row_major_strides(sizes);
   const int64_t item_bytes = static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
   const int64_t num_bytes = checked_mul(core::num_elements(sizes), item_bytes);
   AtenTensorHandle handle = nullptr;

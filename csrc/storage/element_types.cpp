@@ -60,7 +60,7 @@ std::string dtype_of(const std::string& storage_class, const std::string& dtype)
   return found == std::end(kElementTypes) ? "" : found->first;
 }
 
-core::Sizes row_major_strides(std::span<const int64_t> sizes) {
+core::Sizes capped_strides(std::span<const int64_t> sizes) {
   core::Sizes strides(sizes.size());
   int64_t stride = 1;
   for (size_t dim = sizes.size(); dim-- > 0;) {

@@ -26,8 +26,8 @@ std::string dtype_of(const std::string& storage_class, const std::string& dtype)
 // The product of two numbers that are not negative; the largest number where it is more than an int64 counts.
 int64_t capped_mul(int64_t left, int64_t right);
 
-// Strides of a tensor whose elements lie row-major, without gaps.
-core::Sizes row_major_strides(std::span<const int64_t> sizes);
+// core::row_major_strides of sizes that somebody else wrote: of products that are capped, not refused.
+core::Sizes capped_strides(std::span<const int64_t> sizes);
 
 // How many elements of its storage a tensor needs. An empty tensor needs none, and may begin behind the end. The largest
 // number where there are more than an int64 counts.

@@ -25,24 +25,8 @@ constexpr int64_t kPackedBytes = 16 << 10;
 // idle.
 constexpr int64_t kWriteBackBytes = 8 << 20;
 
-core::Sizes contiguous_strides(std::span<const int64_t> sizes) {
-  core::Sizes strides(sizes.size(), 1);
-  for (size_t dim = sizes.size(); dim-- > 1;) strides[dim - 1] = core::checked_mul(strides[dim], sizes[dim]);
-  return strides;
-}
-
 RecordFrame frame_at(int64_t offset, const ElementType& type, std::span<const int64_t> sizes, int64_t num_bytes) {
   return frame_tensor(type, sizes, offset, num_bytes >= kLargeBytes ? kLargeAlignment : kAlignment);
-}
-
-bool lies_in(const core::Sizes& offsets, const core::Sizes& sizes, const core::Sizes& global_sizes) {
-  if (offsets.size() != sizes.size() || sizes.size() != global_sizes.size()) return false;
-  for (size_t dim = 0; dim < sizes.size(); ++dim) {
-    if (offsets[dim] < 0 || offsets[dim] > global_sizes[dim] || sizes[dim] > global_sizes[dim] - offsets[dim]) {
-      return false;
-    }
-  }
-  return true;
 }
 
 int64_t num_blocks_of(int64_t num_bytes, int64_t block_bytes) { return (num_bytes + block_bytes - 1) / block_bytes; }
@@ -123,15 +107,15 @@ void RecordWriter::begin_sum(const ElementType& type, const core::Sizes& global_
   TTE_CHECK(options_.block_bytes % kAlignment == 0, path_, "blocks of ", options_.block_bytes,
             " bytes cut elements; please report");
   has_sums_ = true;
-  if (!lies_in(record.offsets, record.sizes, global_sizes)) return;
+  if (!core::lies_inside({record.offsets, record.sizes}, global_sizes)) return;
   record.sum = 0;
-  const core::Sizes strides = contiguous_strides(global_sizes);
+  const core::Sizes strides = core::row_major_strides(global_sizes);
   int64_t position = 0;
   for (size_t dim = 0; dim < strides.size(); ++dim) position += record.offsets[dim] * strides[dim];
   const size_t nest = positions_.nests().size();
   positions_.start_pair();
   positions_.append_box(record.sizes, {core::checked_mul(position, type.item_bytes), strides},
-                        {record.data_offset, contiguous_strides(record.sizes)}, type.item_bytes);
+                        {record.data_offset, core::row_major_strides(record.sizes)}, type.item_bytes);
   if (positions_.nests().size() == nest) return;  // it has no elements
   const int64_t word_bytes = std::min<int64_t>(type.item_bytes, sizeof(uint64_t));
   summed_.push_back({record.data_offset, tensor_end_, word_bytes, nest, records_.size() - 1});
@@ -153,7 +137,7 @@ void RecordWriter::add_tensor(SavedRecord key, const ElementType& type, uintptr_
                               std::span<const int64_t> strides, const std::optional<core::Sizes>& global_sizes) {
   const core::Sizes sizes = key.sizes;
   begin_tensor(std::move(key), type, global_sizes);
-  const core::Sizes file_strides = contiguous_strides(sizes);
+  const core::Sizes file_strides = core::row_major_strides(sizes);
   const size_t num_nests = runs_.nests().size();
   runs_.start_pair();
   runs_.append_box(sizes, {static_cast<int64_t>(address), strides}, {end_, file_strides}, type.item_bytes);

@@ -162,10 +162,7 @@ std::optional<std::string> name_in_torch(std::string_view global) {
 std::string pickle_tensor(const ElementType& type, std::span<const int64_t> sizes) {
   const int64_t num_elements = core::num_elements(sizes);
   const bool has_dtype = !type.dtype.empty();
-  core::Sizes strides(sizes.size(), 1);
-  for (size_t dim = sizes.size(); dim-- > 1;) {
-    strides[dim - 1] = core::checked_mul(strides[dim], sizes[dim] > 0 ? sizes[dim] : 1);
-  }
+  const core::Sizes strides = core::row_major_strides(sizes);
   ByteWriter out;
   out.number(kProto).number(uint8_t{2});
   out.number(kGlobal).raw(has_dtype ? kRebuildWithDtype : kRebuild).number(kMark).number(kMark);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <limits>
 #include <map>
 #include <random>
 #include <set>
@@ -143,6 +144,24 @@ TEST(FindOverlaps, OneChunkThatSpansAllOthersCostsNothing) {
   EXPECT_EQ(find_overlaps(wanted, saved).size(), static_cast<size_t>(2 * kCount));
   // Some 20 ms; comparing every pair takes 10 s and more.
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(2));
+}
+
+TEST(Boxes, LieInsideOfTensorsWithAsManyDims) {
+  const Sizes tensor{4, 3};
+  const auto inside = [&](const Sizes& offsets, const Sizes& sizes) { return lies_inside({offsets, sizes}, tensor); };
+  EXPECT_TRUE(inside({0, 0}, {4, 3}) && inside({3, 1}, {1, 2}) && inside({4, 0}, {0, 3}));
+  EXPECT_FALSE(inside({1, 0}, {4, 3}) || inside({-1, 0}, {1, 1}) || inside({0, 0}, {1, -1}) || inside({5, 0}, {0, 1}));
+  EXPECT_FALSE(inside({0}, {4}) || inside({0, 0}, {4}) || inside({0, 0, 0}, {4, 3, 1}));
+  constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
+  EXPECT_FALSE(inside({kHuge, 0}, {kHuge, 1}));
+  EXPECT_TRUE(lies_inside({{}, {}}, {}));
+}
+
+TEST(Boxes, LieRowByRow) {
+  EXPECT_EQ(row_major_strides(Sizes{2, 3, 4}), (Sizes{12, 4, 1}));
+  EXPECT_EQ(row_major_strides(Sizes{2, 0, 4}), (Sizes{4, 4, 1}));
+  EXPECT_EQ(row_major_strides({}), Sizes{});
+  EXPECT_THROW(row_major_strides(Sizes{1, int64_t{1} << 62, 4}), std::overflow_error);
 }
 
 TEST(ChunkIndex, FillsWhatItHoldsOnce) {

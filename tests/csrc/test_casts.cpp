@@ -214,7 +214,7 @@ TEST_F(CastBoxes, ElementsThatBlocksCutArePutTogether) {
     const core::Sizes sizes{pick(1, 6), pick(1, 5), pick(1, has_long_runs ? 6000 : 40)};
     const core::Sizes stored{sizes[0] + pick(0, 1), sizes[1] + pick(0, 2), sizes[2] + pick(0, 2)};
     const core::Sizes offsets{stored[0] - sizes[0], stored[1] - sizes[1], stored[2] - sizes[2]};
-    const core::Sizes file_strides = row_major_strides(stored);
+    const core::Sizes file_strides = core::row_major_strides(stored);
     core::Sizes order{0, 1, 2}, strides(3);
     std::ranges::shuffle(order, random);
     int64_t num_items = 1;

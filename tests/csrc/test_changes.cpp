@@ -9,11 +9,11 @@
 #include <set>
 #include <vector>
 
+#include "core/chunk.h"
 #include "core/element_hash.h"
 #include "ops/change_lists.h"
 #include "ops/change_marks.h"
 #include "ops/change_tables.h"
-#include "ops/chunk_table.h"
 
 namespace torchtitan_ext::ops {
 namespace {
@@ -62,8 +62,8 @@ TEST(BoxWalk, RunsAreThoseOfTheElements) {
       sizes[dim] = draw(0, 1) ? global[dim] - offsets[dim] : draw(1, global[dim] - offsets[dim]);
       strides[dim] = draw(0, 40);
     }
-    if (draw(0, 1)) strides = contiguous_strides(sizes);
-    const Sizes keys = contiguous_strides(global);
+    if (draw(0, 1)) strides = core::row_major_strides(sizes);
+    const Sizes keys = core::row_major_strides(global);
     const int64_t first = dot(offsets, keys);
     const BoxWalk<2> walk(sizes, first, keys, {1000, 5}, {strides, keys});
     std::map<int64_t, int64_t> places;
@@ -152,7 +152,7 @@ struct Case {
       box_sizes.push_back(box);
     }
     contiguous = draw(0, 1);
-    left_strides = right_strides = contiguous_strides(sizes);
+    left_strides = right_strides = core::row_major_strides(sizes);
     if (!contiguous) left_strides = {1, sizes[0]};
     if (!contiguous && draw(0, 1)) right_strides = {2 * sizes[1], 1};
     for (std::vector<uint64_t>* side : {&left, &right}) side->resize((2 * num_elements() * item_bytes + 31) / 16 * 2);
@@ -174,8 +174,8 @@ struct Case {
     };
     return {memory(left, left_strides),
             memory(right, right_strides),
-            left_strides == contiguous_strides(sizes),
-            right_strides == contiguous_strides(sizes),
+            left_strides == core::row_major_strides(sizes),
+            right_strides == core::row_major_strides(sizes),
             num_elements(),
             0};
   }
@@ -187,7 +187,7 @@ struct Case {
 
   MarkedElements::Chunks chunks_by_index() {
     MarkedElements::Chunks chunks;
-    const Sizes keys = contiguous_strides(sizes), positions = contiguous_strides(global);
+    const Sizes keys = core::row_major_strides(sizes), positions = core::row_major_strides(global);
     for (size_t index = 0; index < offsets.size(); ++index) {
       const auto place = [&](std::vector<uint64_t>& side, const Sizes& strides) {
         return reinterpret_cast<int64_t>(side.data()) + dot(local_offsets[index], strides) * item_bytes;
@@ -202,7 +202,7 @@ struct Case {
 
   ListedElements::Chunks chunks_by_position(std::vector<uint64_t>& side, const Sizes& strides) {
     ListedElements::Chunks chunks;
-    const Sizes positions = contiguous_strides(global);
+    const Sizes positions = core::row_major_strides(global);
     for (size_t index = 0; index < offsets.size(); ++index) {
       chunks.emplace_back(
           box_sizes[index], dot(offsets[index], positions), positions,
@@ -215,7 +215,7 @@ struct Case {
   // Position -> bits now and before of the elements that differ.
   std::map<int64_t, std::pair<Bytes, Bytes>> differing() {
     std::map<int64_t, std::pair<Bytes, Bytes>> found;
-    const Sizes positions = contiguous_strides(global);
+    const Sizes positions = core::row_major_strides(global);
     for (size_t index = 0; index < offsets.size(); ++index) {
       visit_elements(box_sizes[index], [&](const Sizes& at) {
         const auto bits = [&](std::vector<uint64_t>& side, const Sizes& strides) {
