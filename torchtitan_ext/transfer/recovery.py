@@ -43,9 +43,8 @@ from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source, check_
 from torchtitan_ext.checkpoint.rules.report import ComponentLine
 from torchtitan_ext.checkpoint.tables.component import (
     Resharded,
-    SampleAccount,
     can_reshard,
-    disagreeing_counts,
+    disagreeing_states,
     is_stateful,
     reshard_state,
 )
@@ -524,16 +523,10 @@ def _view_of_boxes(fqn: str, value: Any, boxes: Sequence[_core.AbsentBox]) -> to
 
 def _check_samples(resharded: Mapping[Any, Resharded]) -> None:
     """Refuses states of components that count other samples than were served: they are of different moments."""
-    counts = disagreeing_counts(
-        {
-            str(key): SampleAccount(new.samples_seen, new.samples_padded, new.samples_counted)
-            for key, new in resharded.items()
-        }
-    )
-    if counts:
-        listed = ", ".join(f"{name} {count}" for name, count in counts.items())
-        what = f"samples seen by the run: {listed}; survivors pass the states of one step, or reset one of them"
-        raise refusal("recover", [Problem("cannot_reshard", name, what) for name in counts])
+    names, counts = disagreeing_states(resharded)
+    if names:
+        what = f"samples seen by the run: {counts}; survivors pass the states of one step, or reset one of them"
+        raise refusal("recover", [Problem("cannot_reshard", name, what) for name in names])
 
 
 def _read_and_take(job: _Recovery, load: _PlannedLoad | None, phases: Phases) -> None:

@@ -28,10 +28,9 @@ from torchtitan_ext.checkpoint.rules.policy import Action, ElasticPolicy, Source
 from torchtitan_ext.checkpoint.rules.report import LoadReport
 from torchtitan_ext.checkpoint.tables.component import (
     Resharded,
-    SampleAccount,
     World,
     can_reshard,
-    disagreeing_counts,
+    disagreeing_states,
     is_stateful,
     reshard_state,
     saved_world,
@@ -339,21 +338,13 @@ def _ask(
 
 def _check_samples(components: Components) -> None:
     """Adds a problem where the run counts samples that no loader served: the states are of different moments."""
-    counts = disagreeing_counts(
-        {
-            str(key): SampleAccount(new.samples_seen, new.samples_padded, new.samples_counted)
-            for key, new in components.resharded.items()
-        }
-    )
-    if not counts:
-        return
-    listed = ", ".join(f"{name} {count}" for name, count in counts.items())
+    names, counts = disagreeing_states(components.resharded)
     detail = (
-        f"samples seen by the run: {listed}; load them from one checkpoint, or reset one of them, or 'keep' the one "
+        f"samples seen by the run: {counts}; load them from one checkpoint, or reset one of them, or 'keep' the one "
         "that counts"
     )
     for plans in components.plans:
-        for name in counts:
+        for name in names:
             if name in plans and plans[name].saved_prefix is not None:
                 plans[name] = replace(plans[name], problem=Problem("cannot_reshard", name, detail))
 

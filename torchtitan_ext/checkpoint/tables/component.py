@@ -86,6 +86,17 @@ def disagreeing_counts(accounts: Mapping[str, SampleAccount]) -> dict[str, int]:
     return {**served, **wrong} if served and wrong else {}
 
 
+def disagreeing_states(states: Mapping[Any, Resharded]) -> tuple[list[str], str]:
+    """``disagreeing_counts`` of new states by component: names of components, and their counts as a text."""
+    counts = disagreeing_counts(
+        {
+            str(key): SampleAccount(one.samples_seen, one.samples_padded, one.samples_counted)
+            for key, one in states.items()
+        }
+    )
+    return list(counts), ", ".join(f"{name} {count}" for name, count in counts.items())
+
+
 @runtime_checkable
 class Reshardable(Protocol):
     """A ``Stateful`` object that loads what another number of ranks saved.
