@@ -35,15 +35,22 @@ def test_values_are_held_as_they_are_pickled() -> None:
     assert saving({"text": "x" * (8 * MIB)}) - saving({"text": "x"}) in range(8 * MIB, 10 * MIB)
 
 
-def test_what_is_cast_or_goes_to_a_gpu_is_read_beside_its_target(tmp_path: Path) -> None:
-    tte.save({f"w{index}": torch.zeros(1024) for index in range(8)}, tmp_path, no_dist=True)
+def test_what_torch_casts_or_goes_to_a_gpu_is_read_beside_its_target(tmp_path: Path) -> None:
+    for saved in (torch.float32, torch.int32):
+        state = {f"w{index}": torch.zeros(1024, dtype=saved) for index in range(8)}
+        tte.save(state, tmp_path / str(saved), no_dist=True)
 
-    def loading(dtype: torch.dtype, device: Device) -> int:
+    def loading(saved: torch.dtype, dtype: torch.dtype, device: Device) -> int:
         targets = {f"w{index}": torch.empty(1024, dtype=dtype) for index in range(8)}
-        return tte.dry_run(targets, checkpoint=tmp_path, device=device).load.ranks[0].buffer_bytes
+        found = tte.dry_run(targets, checkpoint=tmp_path / str(saved), device=device)
+        return found.load.ranks[0].buffer_bytes
 
-    plain = loading(torch.float32, "cpu")
-    assert loading(torch.float64, "cpu") - plain == loading(torch.float32, "cuda") - plain == 8 * 4096
+    plain = loading(torch.float32, torch.float32, "cpu")
+    assert loading(torch.float32, torch.float64, "cpu") == plain
+    assert loading(torch.float32, torch.float32, "cuda") - plain == 8 * 4096
+    assert loading(torch.float32, torch.float64, "cuda") - plain == 8 * 4096
+    counted = loading(torch.int32, torch.int32, "cpu")
+    assert loading(torch.int32, torch.int64, "cpu") - counted == 8 * 4096
 
 
 def test_no_more_is_held_than_the_buffers_of_casts() -> None:

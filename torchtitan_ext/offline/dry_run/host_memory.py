@@ -74,9 +74,10 @@ def loading_bytes(
         num_reads: The number of boxes of saved chunks, and of values, that it reads.
         num_bytes: The size of all reads.
         value_bytes: The size of each value.
-        staged_bytes: The size of tensors that are read into other memory first, to be cast or moved to another device.
+        staged_bytes: The size of tensors that are read into other memory first, to be cast by torch or moved to another
+            device.
         device: Where the targets lie.
-        is_packed: Whether it reads parts of chunks, or fills tensors whose elements lie in another order in memory.
+        is_packed: Whether it casts, reads parts of chunks, or fills tensors whose elements lie otherwise in memory.
         metadata_bytes, index_bytes: The sizes of ``.metadata`` and index, which every rank reads; 0 if there is none.
     """
     metadata = _METADATA_COPIES * metadata_bytes

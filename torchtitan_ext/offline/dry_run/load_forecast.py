@@ -29,6 +29,7 @@ from torchtitan_ext.offline.dry_run.host_memory import loading_bytes
 from torchtitan_ext.offline.dry_run.job import Job, OneRank, Stage, components_of, place_on_mesh
 from torchtitan_ext.offline.dry_run.load_source import LoadSource
 from torchtitan_ext.storage.metadata.lazy_metadata import LazyDict
+from torchtitan_ext.storage.raw_tensor import dtype_name
 
 _NO_FILE = np.iinfo(np.uint32).max
 
@@ -257,7 +258,7 @@ class _Load:
             value_bytes = list(map(self._value_bytes, values))
             found = {number for fqn in values for number in np.frombuffer(self._files_of(fqn), np.uint32).tolist()}
             num_reads, num_bytes, staged_bytes = len(values), sum(value_bytes), 0
-            whole_bytes = num_bytes
+            whole_bytes, is_packed = num_bytes, group.stage.one.is_packed
             for one, files in kinds:
                 entry = group.ranks.entry(rank, one.entry)
                 assert isinstance(entry, TensorEntry)
@@ -268,7 +269,10 @@ class _Load:
                 num_reads += one.num_keys * len(parts)
                 num_bytes += part_bytes
                 whole_bytes += item_bytes * sum(num_elements(one.chunks.box(chunk)[1]) for chunk in of_chunk)
-                if self._job.device != "cpu" or entry.dtype != one.dtype:
+                is_cast = entry.dtype != one.dtype
+                is_packed |= is_cast
+                by_torch = is_cast and not _core.has_cast(dtype_name(one.dtype), dtype_name(entry.dtype))
+                if self._job.device != "cpu" or by_torch:
                     staged_bytes += part_bytes
                 if of_chunk:
                     found.update(np.unique(files[:, of_chunk]).tolist())
@@ -278,7 +282,7 @@ class _Load:
                 value_bytes=value_bytes,
                 staged_bytes=staged_bytes,
                 device=self._job.device,
-                is_packed=group.stage.one.is_packed or whole_bytes > num_bytes,
+                is_packed=is_packed or whole_bytes > num_bytes,
                 metadata_bytes=metadata_bytes,
                 index_bytes=index_bytes,
             )
