@@ -802,6 +802,42 @@ class BoxParts:
     def __iter__(self) -> Iterator[_HeldBox]: ...
     def __next__(self) -> _HeldBox: ...
 
+class BoxPart:
+    """A part of one of several boxes: elements that are neighbours in the row-major order of the box.
+
+    Attributes:
+        box: Which of the boxes.
+        offsets: In the tensor, as those of the box.
+        first_byte: Where the part begins in the box.
+        begin: Where it lies in the buffer of its batch, in bytes.
+        is_last: Whether the box ends with it.
+    """
+
+    @property
+    def box(self) -> int: ...
+    @property
+    def offsets(self) -> _Sizes: ...
+    @property
+    def sizes(self) -> _Sizes: ...
+    @property
+    def first_byte(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def begin(self) -> int: ...
+    @property
+    def is_last(self) -> bool: ...
+
+class BoxBatches:
+    """Boxes (offsets, sizes, bytes of an element) in parts of at most ``max_bytes``, or one element, and these in
+    batches that fit into a buffer of that size. A box without elements is one part."""
+
+    def __init__(
+        self, boxes: Sequence[tuple[Sequence[int], Sequence[int], int]], max_bytes: int, max_parts: int
+    ) -> None: ...
+    def __iter__(self) -> Iterator[list[BoxPart]]: ...
+    def __next__(self) -> list[BoxPart]: ...
+
 # Items of a rank's plan, by its ``KeyEntry`` by flat key; ``names`` are the keys of ``EncodedColumns``.
 
 class WritePart:

@@ -14,6 +14,7 @@
 
 #include "bindings/convert.h"
 #include "core/agreement.h"
+#include "core/box_batches.h"
 #include "core/boxes.h"
 #include "core/problems.h"
 #include "core/replica_digests.h"
@@ -394,6 +395,29 @@ void define_boxes(py::module_& module) {
            py::arg("offsets"), py::arg("sizes"), py::arg("most_elements"))
       .def("__iter__", [](py::object parts) { return parts; })
       .def("__next__", &PartsLeft::take);
+  py::class_<BoxPart>(module, "BoxPart", "A part of one of several boxes; see csrc/core/box_batches.h.")
+      .def_readonly("box", &BoxPart::box)
+      .def_property_readonly("offsets", [](const BoxPart& part) { return to_tuple(part.offsets); })
+      .def_property_readonly("sizes", [](const BoxPart& part) { return to_tuple(part.sizes); })
+      .def_readonly("first_byte", &BoxPart::first_byte)
+      .def_readonly("num_bytes", &BoxPart::num_bytes)
+      .def_readonly("begin", &BoxPart::begin)
+      .def_readonly("is_last", &BoxPart::is_last);
+  py::class_<BoxBatches>(module, "BoxBatches", "Boxes in parts, batch by batch; see csrc/core/box_batches.h.")
+      .def(py::init([](std::vector<std::tuple<Sizes, Sizes, int64_t>> boxes, int64_t max_bytes, size_t max_parts) {
+             std::vector<SizedBox> sized;
+             for (auto& [offsets, sizes, item_bytes] : boxes) {
+               sized.push_back({{std::move(offsets), std::move(sizes), {}}, item_bytes});
+             }
+             return BoxBatches(std::move(sized), max_bytes, max_parts);
+           }),
+           py::arg("boxes"), py::arg("max_bytes"), py::arg("max_parts"))
+      .def("__iter__", [](py::object batches) { return batches; })
+      .def("__next__", [](BoxBatches& batches) {
+        auto batch = batches.next();
+        if (batch.empty()) throw py::stop_iteration();
+        return batch;
+      });
 }
 
 }  // namespace

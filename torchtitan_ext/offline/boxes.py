@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import importlib
 import mmap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError, WrongValueError
-from torchtitan_ext.layout.layout import aligned, row_major_strides
+from torchtitan_ext.layout.layout import row_major_strides
 from torchtitan_ext.offline.sources import DcpSource, FileSource
 from torchtitan_ext.storage.checkpoint_files import Record
-from torchtitan_ext.storage.element_types import item_bytes_of, num_bytes_of
+from torchtitan_ext.storage.element_types import item_bytes_of
 from torchtitan_ext.storage.formats.plain_files import PlainFiles
 from torchtitan_ext.storage.metadata.saved_state import ChunkKey, SavedTensor
 from torchtitan_ext.storage.native.open_files import OpenFiles
@@ -28,10 +28,8 @@ from torchtitan_ext.storage.native.open_files import OpenFiles
 Memory = npt.NDArray[np.uint8]
 """Bytes of the host, one behind the other."""
 
-_Target = TypeVar("_Target")
-
-# One call of the reader takes a batch of small pieces. Larger batches are no faster.
-_MAX_BATCH_PIECES = 4096
+# One call of the reader takes a batch of small parts. Larger batches are no faster.
+_MAX_BATCH_PARTS = 4096
 
 
 @dataclass(frozen=True)
@@ -43,9 +41,9 @@ class Piece:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
-    @property
-    def num_bytes(self) -> int:
-        return num_bytes_of(self.dtype, self.sizes)
+
+ReadPart = tuple[Piece, Memory, _core.BoxPart]
+"""A part of one of several boxes: as a box of its tensor, the memory of its elements, and where it stands."""
 
 
 def chunks_of(tensors: Mapping[str, SavedTensor]) -> list[Piece]:
@@ -58,43 +56,19 @@ def whole(fqn: str, entry: SavedTensor) -> Piece:
     return Piece(fqn, entry.dtype, (0,) * len(entry.shape), entry.shape)
 
 
-def cut(piece: Piece, max_bytes: int) -> Iterator[Piece]:
-    """Cuts a box into pieces of at most ``max_bytes``, in row-major order; an empty box gives no pieces."""
-    if 0 not in piece.sizes:
-        for offsets, sizes in _core.BoxParts(piece.offsets, piece.sizes, max_bytes // item_bytes_of(piece.dtype)):
-            yield Piece(piece.fqn, piece.dtype, offsets, sizes)
+def batches_of(boxes: Sequence[Piece], max_bytes: int, *, max_parts: int = _MAX_BATCH_PARTS) -> _core.BoxBatches:
+    """Cuts boxes into parts of at most ``max_bytes``, row-major, and groups these for a buffer of that size."""
+    sized = [(box.offsets, box.sizes, item_bytes_of(box.dtype)) for box in boxes]
+    return _core.BoxBatches(sized, max_bytes, max_parts)
 
 
-def batched(
-    pieces: Iterable[tuple[Piece, _Target]], max_bytes: int, *, max_count: int = _MAX_BATCH_PIECES
-) -> Iterator[list[tuple[Piece, _Target]]]:
-    """Groups pieces, each with the target it is for, so that a group fits into a buffer of ``max_bytes``."""
-    batch: list[tuple[Piece, _Target]] = []
-    num_bytes = 0
-    for piece, target in pieces:
-        size = aligned(piece.num_bytes)
-        if batch and (num_bytes + size > max_bytes or len(batch) == max_count):
-            yield batch
-            batch, num_bytes = [], 0
-        batch.append((piece, target))
-        num_bytes += size
-    if batch:
-        yield batch
-
-
-def views(buffer: Memory, pieces: Sequence[Piece]) -> list[Memory]:
-    """The memory of each piece, one behind the other in a buffer."""
-    made = []
-    begin = 0
-    for piece in pieces:
-        num_bytes = piece.num_bytes
-        made.append(buffer[begin : begin + num_bytes])
-        begin += aligned(num_bytes)
-    return made
+def piece_of(boxes: Sequence[Piece], part: _core.BoxPart) -> Piece:
+    """A part of one of the boxes as a box of its tensor."""
+    return Piece(boxes[part.box].fqn, boxes[part.box].dtype, part.offsets, part.sizes)
 
 
 def new_buffer(num_bytes: int) -> Memory:
-    """A buffer for ``batched`` and ``views``. Pages that nobody writes to take no memory.
+    """A buffer for ``batches_of``. Pages that nobody writes to take no memory.
 
     The buffer is mapped, so that the system gets it back at once: an allocator would keep several of them.
     """
@@ -153,19 +127,21 @@ class BoxReader:
         for fqn, number in self._open.lost.items():
             raise too_large(fqn, number, next(piece.dtype for piece in pieces if piece.fqn == fqn))
 
-    def read_batches(
-        self, pieces: Iterable[tuple[Piece, _Target]], max_bytes: int
-    ) -> Iterator[list[tuple[Memory, _Target]]]:
-        """Reads pieces, each with the target it is for, as many at a time as fit into one buffer of ``max_bytes``.
+    def read_parts(self, boxes: Sequence[Piece], parts: Sequence[_core.BoxPart], buffer: Memory) -> list[ReadPart]:
+        """Reads a batch of ``batches_of`` into the buffer."""
+        pieces = [piece_of(boxes, part) for part in parts]
+        places = [buffer[part.begin : part.begin + part.num_bytes] for part in parts]
+        self.read(pieces, places)
+        return list(zip(pieces, places, parts, strict=True))
+
+    def read_batches(self, boxes: Sequence[Piece], max_bytes: int) -> Iterator[list[ReadPart]]:
+        """Reads boxes in parts, as many at a time as fit into one buffer of ``max_bytes``.
 
         The memory of a batch is valid until the next batch is asked for.
         """
         buffer = new_buffer(max_bytes)
-        for batch in batched(pieces, max_bytes):
-            read = [piece for piece, _ in batch]
-            places = views(buffer, read)
-            self.read(read, places)
-            yield [(place, target) for place, (_, target) in zip(places, batch, strict=True)]
+        for parts in batches_of(boxes, max_bytes):
+            yield self.read_parts(boxes, parts, buffer)
 
     def _by_torch(self) -> Any:
         """Reads what needs torch: a ``TorchBoxes``, made when it is first needed."""

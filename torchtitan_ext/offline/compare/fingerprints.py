@@ -10,25 +10,13 @@ from dataclasses import replace
 from torchtitan_ext import _core
 from torchtitan_ext._core import SumTable
 from torchtitan_ext.layout.layout import Box
-from torchtitan_ext.offline.boxes import (
-    BoxReader,
-    Memory,
-    Piece,
-    batched,
-    chunks_of,
-    cut,
-    new_buffer,
-    records_of,
-    views,
-)
+from torchtitan_ext.offline.boxes import BoxReader, Piece, batches_of, chunks_of, new_buffer, records_of
 from torchtitan_ext.offline.sources import DcpSource, FileSource, open_source
 from torchtitan_ext.offline.workers import divide
 from torchtitan_ext.storage.element_types import item_bytes_of
 from torchtitan_ext.storage.inspect.dcp_damage import Damage, Verdict
-from torchtitan_ext.storage.metadata.saved_state import ChunkKey, SavedTensor
+from torchtitan_ext.storage.metadata.saved_state import ChunkKey
 from torchtitan_ext.storage.progress import OnBytes
-
-_PieceOfChunk = tuple[Piece, Piece]
 
 
 def prove_checkpoint(
@@ -119,29 +107,26 @@ def sum_chunks(
     reader.files.thread_count = shares.num_threads
     # Empty chunks are left out: stock may have saved another chunk at the same offsets.
     chunks = _in_file_order(source, [chunk for chunk in chunks_of(entries) if 0 not in chunk.sizes])
-    pieces = ((piece, chunk) for chunk in chunks for piece in cut(chunk, part_bytes))
     free = [(BoxReader(source), new_buffer(part_bytes)) for _ in range(num_threads)]
 
-    def sum_batch(batch: Sequence[_PieceOfChunk]) -> list[int]:
+    def sum_batch(batch: Sequence[_core.BoxPart]) -> list[int]:
         reader, buffer = free.pop()
         try:
-            read = [piece for piece, _ in batch]
-            places = views(buffer, read)
-            reader.read(read, places)
-            return [_sum_of(piece, place, entries[piece.fqn]) for piece, place in zip(read, places, strict=True)]
+            return [
+                _core.sum_box(
+                    memory.ctypes.data, item_bytes_of(one.dtype), one.offsets, one.sizes, entries[one.fqn].shape
+                )
+                for one, memory, _ in reader.read_parts(chunks, batch, buffer)
+            ]
         finally:
             free.append((reader, buffer))
 
-    for batch, totals in _map_in_threads(sum_batch, batched(pieces, part_bytes), num_threads):
-        for (piece, chunk), total in zip(batch, totals, strict=True):
-            sums.add(piece.fqn, total, (chunk.offsets, chunk.sizes))
-        progress(sum(piece.num_bytes for piece, _ in batch))
+    for batch, totals in _map_in_threads(sum_batch, batches_of(chunks, part_bytes), num_threads):
+        for part, total in zip(batch, totals, strict=True):
+            chunk = chunks[part.box]
+            sums.add(chunk.fqn, total, (chunk.offsets, chunk.sizes))
+        progress(sum(part.num_bytes for part in batch))
     return sums
-
-
-def _sum_of(piece: Piece, place: Memory, entry: SavedTensor) -> int:
-    item_bytes = item_bytes_of(piece.dtype)
-    return _core.sum_box(place.ctypes.data, item_bytes, piece.offsets, piece.sizes, entry.shape)
 
 
 def _in_file_order(source: FileSource, chunks: Sequence[Piece]) -> list[Piece]:
@@ -150,8 +135,8 @@ def _in_file_order(source: FileSource, chunks: Sequence[Piece]) -> list[Piece]:
 
 
 def _map_in_threads(
-    function: Callable[[list[_PieceOfChunk]], list[int]], batches: Iterator[list[_PieceOfChunk]], num_threads: int
-) -> Iterator[tuple[list[_PieceOfChunk], list[int]]]:
+    function: Callable[[list[_core.BoxPart]], list[int]], batches: Iterable[list[_core.BoxPart]], num_threads: int
+) -> Iterator[tuple[list[_core.BoxPart], list[int]]]:
     """The result of each batch, in order; at most ``num_threads`` batches are in memory."""
     with ThreadPoolExecutor(num_threads) as pool:
         running = []

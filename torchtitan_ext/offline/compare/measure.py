@@ -12,7 +12,7 @@ import torch
 
 from torchtitan_ext import _core
 from torchtitan_ext.layout.dtensor import as_bytes
-from torchtitan_ext.offline.boxes import Piece, cut, whole
+from torchtitan_ext.offline.boxes import Piece, whole
 from torchtitan_ext.offline.compare.diff import Tolerance, ValueDifference
 from torchtitan_ext.offline.compare.side import Side
 from torchtitan_ext.offline.selection import Selection
@@ -122,12 +122,12 @@ def pieces_of(
     # Both pieces, copies of what differs, and the bits of a comparison of all bytes.
     # Allocators keep as much again: half of the memory is left to them.
     num_elements = max(max_bytes // 2 // (5 * item_bytes + bytes_per_element), 1)
-    batches = []
-    for side in (one, other):
-        pieces = cut(whole(side.fqns[key], one.tensor(key)), num_elements * item_bytes)
-        batches.append(side.reader.read_batches(((piece, piece) for piece in pieces), num_elements * item_bytes))
+    batches = [
+        side.reader.read_batches([whole(side.fqns[key], one.tensor(key))], num_elements * item_bytes)
+        for side in (one, other)
+    ]
     for batch_a, batch_b in zip(*batches, strict=True):
-        for (a, piece), (b, _) in zip(batch_a, batch_b, strict=True):
+        for (piece, a, _), (_, b, _) in zip(batch_a, batch_b, strict=True):
             yield piece, tensor_of(a, piece), tensor_of(b, piece)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -11,8 +12,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from torchtitan_ext.errors import Problem, WrongValueError, named, refusal
-from torchtitan_ext.layout.layout import row_major_position
-from torchtitan_ext.offline.boxes import Piece, batched, cut, whole
+from torchtitan_ext.offline.boxes import Piece, batches_of, piece_of, whole
 from torchtitan_ext.offline.rewrite.reshard import MeshPlan, write_checkpoint
 from torchtitan_ext.offline.rewrite.targets import refuse_existing
 from torchtitan_ext.offline.selection import SelectedKeys, Selection
@@ -20,7 +20,7 @@ from torchtitan_ext.offline.sources import FileSource
 from torchtitan_ext.offline.workers import Shares, run_tasks
 from torchtitan_ext.storage.checkpoint_files import sync_directory
 from torchtitan_ext.storage.commit.staged_target import staged_target, take_place
-from torchtitan_ext.storage.element_types import is_exact_cast, item_bytes_of
+from torchtitan_ext.storage.element_types import is_exact_cast
 from torchtitan_ext.storage.formats.safetensors_files import NAME_OF_DTYPE
 from torchtitan_ext.storage.formats.sparse_files import sync_files, write_parts
 from torchtitan_ext.storage.formats.weights_directory import refuse_irreplaceable, replace_weights
@@ -123,17 +123,19 @@ _Destination = tuple[Piece, tuple[Path, int]]
 
 def _fill_files(keys: SelectedKeys, places: Sequence[_Destination], shares: Shares, progress: OnBytes) -> None:
     """Writes the elements of tensors to their places in files that exist already."""
-    parts: list[_Destination] = []
-    for tensor, (path, begin) in places:
-        for piece in cut(tensor, shares.part_bytes):
-            offset = begin + row_major_position(piece.offsets, tensor.sizes) * item_bytes_of(piece.dtype)
-            parts.append((piece, (path, offset)))
-    tasks = list(batched(parts, _TASK_BYTES, max_count=len(parts)))
+    boxes = [box for box, _ in places]
+    tasks = list(batches_of(boxes, _TASK_BYTES, max_parts=sys.maxsize))
 
     def fill(number: int, on_bytes: OnBytes) -> None:
-        for batch in keys.reader.read_batches(tasks[number], shares.part_bytes):
-            write_parts([(path, offset, place.ctypes.data, place.nbytes) for place, (path, offset) in batch])
-            on_bytes(sum(place.nbytes for place, _ in batch))
+        task = tasks[number]
+        for batch in keys.reader.read_batches([piece_of(boxes, part) for part in task], shares.part_bytes):
+            written = []
+            for _, memory, inner in batch:
+                outer = task[inner.box]
+                path, begin = places[outer.box][1]
+                written.append((path, begin + outer.first_byte + inner.first_byte, memory.ctypes.data, memory.nbytes))
+            write_parts(written)
+            on_bytes(sum(part.num_bytes for *_, part in batch))
 
     run_tasks(fill, len(tasks), shares.num_processes, progress)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchtitan_ext import _core
 from torchtitan_ext.layout.layout import Box, local_shards
 from torchtitan_ext.layout.world import World
-from torchtitan_ext.offline.boxes import Memory, Piece, cut
+from torchtitan_ext.offline.boxes import Piece, ReadPart
 from torchtitan_ext.offline.placement_rules import DimOf, Placed, PlacementRules
 from torchtitan_ext.offline.rewrite.targets import refuse_existing
 from torchtitan_ext.offline.selection import SelectedKeys, Selection
@@ -122,8 +122,8 @@ def write_checkpoint(
 
         def write(rank: int, on_bytes: OnBytes) -> tuple[_core.RankFile | None, ChangeSums]:
             sums: ChangeSums = [] if chain is None else chain.no_sums()
-            parts, values = list(plan.parts_of(rank, shares.part_bytes)), plan.values_of(rank)
-            if not parts and not values:
+            chunks, values = list(plan.chunks_of(rank)), plan.values_of(rank)
+            if not chunks and not values:
                 return None, sums
             name = place.data_name(f"__{rank}_")
             file = _core.RecordWriter(os.fsencode(place.directory / name), BLOCK_BYTES, shares.num_threads, sync)
@@ -131,11 +131,11 @@ def write_checkpoint(
                 content = plan.keys.source.value_record(plan.keys.fqns[key])  # must live until it is written
                 file.add_record((key, None, None), "", (), content.ctypes.data, content.nbytes)
                 file.write_queued()
-            for batch in plan.keys.reader.read_batches(parts, shares.part_bytes):
+            for batch in plan.keys.reader.read_batches([chunk.box for chunk in chunks], shares.part_bytes):
                 if chain is not None:
-                    chain.apply(((part.key, part.piece, memory) for memory, part in batch), sums)
-                _write_parts(file, batch)
-                on_bytes(sum(memory.nbytes for memory, _ in batch))
+                    chain.apply(((chunks[part.box].key, piece, memory) for piece, memory, part in batch), sums)
+                _write_parts(file, chunks, batch)
+                on_bytes(sum(part.num_bytes for *_, part in batch))
             return file.finish(name, bytes.fromhex(place.save_id), rank), sums
 
         written = run_tasks(write, plan.num_ranks, shares.num_processes, progress)
@@ -151,30 +151,26 @@ def write_checkpoint(
     remember_step(place.target)
 
 
-def _write_parts(file: _core.RecordWriter, batch: Sequence[tuple[Memory, _WrittenPart]]) -> None:
-    for memory, part in batch:
-        if part.is_first:
-            chunk = part.chunk
-            key = (part.key, chunk.offsets, part.position)
-            file.begin_tensor(key, chunk.dtype, chunk.sizes, ELEMENT_TYPES[chunk.dtype])
-        file.add_bytes(memory.ctypes.data, memory.nbytes)
-        if part.is_last:
-            file.end_tensor()
-    file.write_queued()
+class _Chunk(NamedTuple):
+    """A chunk that a rank writes: number ``position`` in the chunk list of the new tensor ``key``.
 
-
-class _WrittenPart(NamedTuple):
-    """A part of a chunk that a rank writes: number ``position`` in the chunk list of the new tensor ``key``.
-
-    ``chunk`` is its box under the tensor's name in the source, ``piece`` the part of it.
+    ``box`` is under the tensor's name in the source.
     """
 
     key: str
     position: int
-    chunk: Piece
-    piece: Piece
-    is_first: bool
-    is_last: bool
+    box: Piece
+
+
+def _write_parts(file: _core.RecordWriter, chunks: Sequence[_Chunk], batch: Sequence[ReadPart]) -> None:
+    for _, memory, part in batch:
+        key, position, box = chunks[part.box]
+        if part.first_byte == 0:
+            file.begin_tensor((key, box.offsets, position), box.dtype, box.sizes, ELEMENT_TYPES[box.dtype])
+        file.add_bytes(memory.ctypes.data, memory.nbytes)
+        if part.is_last:
+            file.end_tensor()
+    file.write_queued()
 
 
 @dataclass(frozen=True)
@@ -218,17 +214,14 @@ class MeshPlan:
                 cuts[alike] = self._cut(entry.shape, placed)
             self._cuts[key] = cuts[alike]
 
-    def parts_of(self, rank: int, max_bytes: int) -> Iterator[tuple[Piece, _WrittenPart]]:
-        """The chunks that a rank writes, in pieces of at most ``max_bytes``; an empty chunk is one empty piece."""
+    def chunks_of(self, rank: int) -> Iterator[_Chunk]:
+        """The chunks that a rank writes."""
         for number, (key, entry) in enumerate(self.keys.tensors.items()):
             of_key = self._cuts[key]
             for position in of_key.boxes_of_rank.get(rank, ()):
                 holders = of_key.holders[position]
                 if holders[number % len(holders)] == rank:
-                    chunk = Piece(self.keys.fqns[key], entry.dtype, *of_key.boxes[position])
-                    pieces = list(cut(chunk, max_bytes)) or [chunk]
-                    for piece in pieces:
-                        yield piece, _WrittenPart(key, position, chunk, piece, piece is pieces[0], piece is pieces[-1])
+                    yield _Chunk(key, position, Piece(self.keys.fqns[key], entry.dtype, *of_key.boxes[position]))
 
     def values_of(self, rank: int) -> list[str]:
         """The keys of the values that a rank writes."""
