@@ -71,8 +71,7 @@ struct RecordWriter::Scratch {
   std::vector<iovec> pieces;
 };
 
-RecordWriter::RecordWriter(std::string path, const WriteOptions& options)
-    : path_(std::move(path)), options_(options) {
+RecordWriter::RecordWriter(std::string path, const WriteOptions& options) : path_(std::move(path)), options_(options) {
   if (!options_.to_memory) file_.emplace(File::create(path_));
 }
 

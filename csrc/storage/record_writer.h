@@ -104,7 +104,7 @@ class RecordWriter {
 
   std::string path_;
   std::optional<File> file_;
-  uintptr_t part_ = 0;      // without a file: where its bytes go, from `part_begin_` on
+  uintptr_t part_ = 0;  // without a file: where its bytes go, from `part_begin_` on
   int64_t part_begin_ = 0;
   std::string rest_;
   WriteOptions options_;
