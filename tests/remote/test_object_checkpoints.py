@@ -21,6 +21,7 @@ from models import differences, poison
 from object_server import ObjectServer
 from random_layouts import build, random_layouts, random_truth
 from reference import same_bits
+from safetensors.torch import load_file
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -151,9 +152,7 @@ def test_a_copy_on_a_disk_is_a_checkpoint(url: str, tmp_path: Path) -> None:
     folder = ObjectFolder(Location(url))
     for name in folder.stamps():
         (tmp_path / name).write_bytes(folder.read(name))
-    command = [sys.executable, "-m", "torchtitan_ext", "verify", str(tmp_path), "--deep", "--prove"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "all checksums match; 1 tensor proved" in told
+    assert "all checksums match; 1 tensor proved" in run_command("verify", str(tmp_path), "--deep", "--prove").stdout
     assert torch.equal(loaded(state, str(tmp_path), prove=True)["w"], state["w"])
 
 
@@ -203,9 +202,8 @@ def test_a_damaged_object_is_named(url: str, change: Callable[[bytes], bytes] | 
     with pytest.raises(CheckpointFailedError, match=f"DamagedCheckpointError.*{told}") as caught:
         loaded(state, url)
     assert f"{url}/{name}" in str(caught.value)
-    command = [sys.executable, "-m", "torchtitan_ext", "verify", url, "--deep"]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 1 and name in run.stdout
+    done = run_command("verify", url, "--deep")
+    assert done.returncode == 1 and name in done.stdout
 
 
 def test_a_lost_index(url: str) -> None:
@@ -259,11 +257,15 @@ def three_steps(url: str) -> Iterator[str]:
     yield url
 
 
+def run_command(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-m", "torchtitan_ext", *arguments], capture_output=True, text=True)
+
+
 def command(*arguments: str) -> Any:
-    run = subprocess.run(
-        [sys.executable, "-m", "torchtitan_ext", *arguments, "--json"], capture_output=True, text=True, check=True
-    )
-    return json.loads(run.stdout)
+    """What a command that ends well says as JSON."""
+    done = run_command(*arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def test_commands(three_steps: str) -> None:
@@ -278,6 +280,25 @@ def test_commands(three_steps: str) -> None:
     assert [step["step"] for step in command("ls", three_steps)["steps"]] == [1, 2, 3]
     assert command("gc", three_steps, "--keep", "2", "--yes")["not_removed"] == []
     assert [step["step"] for step in command("ls", three_steps)["steps"]] == [2, 3]
+
+
+def test_commands_that_read_a_checkpoint(url: str, tmp_path: Path) -> None:
+    state = {"model": {"w": torch.arange(60.0).view(6, 10), "b": torch.ones(3)}, "step": 3}
+    save(state, f"{url}/step-3", fingerprints=True)
+    state["model"]["w"][0, 0] = 7.0
+    save(state, f"{url}/step-4", fingerprints=True)
+    found = command("inspect", f"{url}/step-3")
+    assert {key["name"]: key["value"] for key in found["keys"]}["step"] == 3 and found["world_size"] == 1
+    assert command("verify", f"{url}/step-3", "--prove")["num_proved"] == 2
+    assert not run_command("diff", f"{url}/step-3", f"{url}/step-3").returncode
+    told = run_command("diff", f"{url}/step-3", f"{url}/step-4")
+    assert told.returncode == 1 and "model.w" in told.stdout
+    command("reshard", f"{url}/step-4", str(tmp_path / "dcp"), "--mesh", "dp=2", "--processes", "2")
+    command("convert", f"{url}/step-4", str(tmp_path / "hf"), "--to", "safetensors", "--prefix", "model")
+    assert torch.equal(load_file(next((tmp_path / "hf").glob("*.safetensors")))["w"], state["model"]["w"])
+    assert not run_command("diff", f"{url}/step-4", str(tmp_path / "dcp")).returncode
+    told = run_command("reshard", f"{url}/step-4", f"{url}/step-5", "--mesh", "dp=2")
+    assert told.returncode == 2 and "expected a directory" in told.stderr
 
 
 def test_what_is_not_there(url: str) -> None:

@@ -29,7 +29,7 @@ def environment(object_server: ObjectServer, proxy: FaultProxy, monkeypatch: pyt
         monkeypatch.setenv(name, value)
 
 
-def test_its_lines_run(url: str) -> None:
+def test_its_lines_run(url: str, tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     names: dict[str, Any] = {"tte": tte, "state": {"w": torch.arange(3.0), "step": 1}, "bucket": url}
     exec(code, names)
@@ -37,7 +37,7 @@ def test_its_lines_run(url: str) -> None:
     (commands,) = re.findall(r"```sh\n(.*?)```", PAGE, re.S)
     told = subprocess.run(
         ["bash", "-euc", commands],
-        env=os.environ | {"bucket": url, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        env=os.environ | {"bucket": url, "disk": str(tmp_path), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
     )

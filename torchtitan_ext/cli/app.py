@@ -42,8 +42,8 @@ _SUMMARY_OF = {
 _OF_URLS = ("latest", "doctor")
 """The commands that take any URL. The others' paths would lose one of two slashes, and so name another place."""
 
-_OF_OBJECT_STORES = ("verify", "ls", "gc")
-"""The commands that take also URLs of object stores."""
+_OF_OBJECT_STORES = ("inspect", "verify", "ls", "gc", "diff", "reshard", "convert")
+"""The commands that read also URLs of object stores; they write to disks alone."""
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 

@@ -15,11 +15,12 @@ from torchtitan_ext.cli.output import printable
 from torchtitan_ext.errors import LayoutError, WrongValueError
 from torchtitan_ext.offline.amounts import parse_amount
 from torchtitan_ext.offline.rewrite.targets import TargetExistsError
-from torchtitan_ext.storage.location import place_at
+from torchtitan_ext.storage.location import is_url, place_at
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 # Typer knows no unions: a ``Place``.
 Run = Annotated[Any, typer.Argument(metavar="RUN", help="Directory or URL with step-<number> in it.", parser=place_at)]
+Source = Annotated[Any, typer.Argument(metavar="SRC", help="A checkpoint of any format, also by URL.", parser=place_at)]
 RunOrUrl = Annotated[str, typer.Argument(metavar="RUN", help="Directory or URL with step-<number> in it.")]
 StepNames = Annotated[
     str | None,
@@ -62,6 +63,13 @@ _OPTION_OF = {
 
 # One block of the storage.
 _LEAST_BYTES = 1 << 20
+
+
+def local_path(text: str) -> Path:
+    """A path that is written to; URLs are refused."""
+    if is_url(text):
+        raise typer.BadParameter(f"got {text}, expected a directory: commands write to disks alone")
+    return Path(text)
 
 
 def amount_of(text: str) -> int:

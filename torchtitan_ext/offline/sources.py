@@ -9,7 +9,6 @@ import io
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -19,14 +18,15 @@ from torchtitan_ext import _core
 from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError, Remedy, refusal
 from torchtitan_ext.storage.checkpoint_files import Record
 from torchtitan_ext.storage.commit.opened import Footers
-from torchtitan_ext.storage.formats.contents import size_of
 from torchtitan_ext.storage.formats.detect import format_of
 from torchtitan_ext.storage.formats.plain_files import PlainFiles
 from torchtitan_ext.storage.formats.safetensors_files import find_safetensors
+from torchtitan_ext.storage.location import Location, Place, place_at
 from torchtitan_ext.storage.metadata.saved_metadata import read_saved_metadata
 from torchtitan_ext.storage.metadata.saved_state import ChunkKey, SavedState, lost_problems, state_in, version_problems
 from torchtitan_ext.storage.native.open_files import Chunk, read_record
 from torchtitan_ext.storage.native.verified_files import VerifiedFiles
+from torchtitan_ext.storage.objects.opened import Opened
 
 
 def open_source(path: str | os.PathLike[str], *, weights_only: bool = True) -> DcpSource | PlainFiles:
@@ -41,9 +41,9 @@ def open_source(path: str | os.PathLike[str], *, weights_only: bool = True) -> D
         DamagedCheckpointError: The metadata, headers or archive are damaged.
         OSError: The path does not exist or cannot be read.
     """
-    place = Path(path)
+    place = place_at(path)
     kind = format_of(place)
-    if kind == "dcp":
+    if kind == "dcp" or isinstance(place, Location):
         return DcpSource(place, weights_only=weights_only)
     if kind == "safetensors":
         places = find_safetensors(place)
@@ -54,14 +54,14 @@ def open_source(path: str | os.PathLike[str], *, weights_only: bool = True) -> D
 
 
 class DcpSource(VerifiedFiles):
-    """A directory of DCP, written by this package or by stock; every block that is read is verified.
+    """A checkpoint of DCP, of this package or of stock; every block that is read is verified.
 
     Attributes:
         saved: Its metadata.
         state: What it holds.
     """
 
-    def __init__(self, path: Path, *, weights_only: bool = True) -> None:
+    def __init__(self, path: Place, *, weights_only: bool = True) -> None:
         # Without this check, a copy of damaged bytes would get matching checksums.
         super().__init__(path, "all")
         self._weights_only = weights_only
@@ -72,7 +72,7 @@ class DcpSource(VerifiedFiles):
         self._footers = Footers(self.saved.save_id)
         self.columns = self.saved.columns
         self.state = state_in(self.columns, self.saved.planner_data)
-        self._num_files, self._lost_files = _data_files(path, self.columns)
+        self._num_files, self._lost_files = _data_files(self.files, self.columns)
         problems = [*version_problems(self.saved.version), *lost_problems(self.columns, self.state)]
         if problems:
             raise refusal("load", problems)
@@ -130,7 +130,7 @@ class DcpSource(VerifiedFiles):
 class MappedSource(Protocol):
     """Another source as a transform shows it: see ``mapped_files``."""
 
-    path: Path
+    path: Place
     source: DcpSource | PlainFiles
     state: SavedState
 
@@ -147,11 +147,11 @@ FileSource: TypeAlias = DcpSource | PlainFiles | MappedSource
 """A checkpoint of any format whose files are read directly."""
 
 
-def _data_files(path: Path, columns: _core.MetadataColumns) -> tuple[int, set[str]]:
+def _data_files(files: Opened, columns: _core.MetadataColumns) -> tuple[int, set[str]]:
     """The number of data files that the metadata names, and the names of those that are missing or too short."""
     try:
         ends = {file.path: file.end for file in columns.describe_files()}
     except OverflowError as error:
-        raise DamagedCheckpointError(f"{path}: its records have no end ({error})") from None
-    sizes = {name: size_of(path / name) for name in ends}
+        raise DamagedCheckpointError(f"{files.directory}: its records have no end ({error})") from None
+    sizes = {name: files.size(name) for name in ends}
     return len(ends), {name for name, size in sizes.items() if size is None or size < ends[name]}

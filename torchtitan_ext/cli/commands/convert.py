@@ -36,8 +36,11 @@ class _Format(str, Enum):
 
 
 def run(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint of any format.")],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="A directory; with --to torch a file.")],
+    source: options.Source,
+    target: Annotated[
+        Path,
+        typer.Argument(metavar="DST", help="A directory; with --to torch a file.", parser=options.local_path),
+    ],
     to: Annotated[
         _Format,
         typer.Option(metavar="FORMAT", help="dcp, safetensors (tensors alone), or torch."),

@@ -34,6 +34,7 @@ from torchtitan_ext.cli.output import (
 from torchtitan_ext.cli.pictures import plotter, say_written
 from torchtitan_ext.errors import named
 from torchtitan_ext.storage.checkpoint_files import thread_count_of
+from torchtitan_ext.storage.location import place_at
 from torchtitan_ext.storage.progress import progress
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
 
 
 def run(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint of any format.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    a: Annotated[Any, typer.Argument(metavar="A", help="A checkpoint of any format.", parser=place_at)],
+    b: Annotated[Any, typer.Argument(metavar="B", help="Another one.", parser=place_at)],
     only: Only = None,
     prefix: Prefix = "",
     values: Annotated[bool, typer.Option("--values", help="Say where tensors differ, and how far.")] = False,

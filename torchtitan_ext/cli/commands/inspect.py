@@ -32,13 +32,16 @@ from torchtitan_ext.storage.commit.steps import step_paths
 from torchtitan_ext.storage.formats.contents import MODEL, Contents, Scalar
 from torchtitan_ext.storage.formats.detect import checkpoints_in, format_of
 from torchtitan_ext.storage.inspect.describe import describe
+from torchtitan_ext.storage.location import Location, Place, place_at
 from torchtitan_ext.storage.runs.listing import bytes_in
 
 _MAX_VALUE_CHARS = 60
 
 
 def run(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint: DCP, safetensors or torch.save.")],
+    path: Annotated[
+        Any, typer.Argument(metavar="PATH", help="A checkpoint: DCP, safetensors or torch.save.", parser=place_at)
+    ],
     glob: Annotated[str | None, typer.Argument(metavar="GLOB", help="Only keys that match, as in *.wq.*")] = None,
     shards: Annotated[bool, typer.Option("--shards", help="Where each chunk of a key lies.")] = False,
     layout: Annotated[str | None, typer.Option(metavar="NAME", help="Draw which rank holds what of a tensor.")] = None,
@@ -77,9 +80,9 @@ def run(
             _print(contents, keys, shards, has_totals=glob is None and not shards)
 
 
-def _checkpoints_of_folder(path: Path) -> list[str]:
+def _checkpoints_of_folder(path: Place) -> list[str]:
     """The names of the checkpoints in a folder that is neither a checkpoint nor a run."""
-    if not path.is_dir() or step_paths(path):
+    if isinstance(path, Location) or not path.is_dir() or step_paths(path):
         return []
     try:
         format_of(path)

@@ -16,8 +16,8 @@ from torchtitan_ext.storage.progress import progress
 
 
 def run(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint of any format.")],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="Directory of the new one.")],
+    source: options.Source,
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Directory of the new one.", parser=options.local_path)],
     mesh: options.Mesh,
     shard: options.Shard = None,
     only: options.Only = None,

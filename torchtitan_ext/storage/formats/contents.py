@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torchtitan_ext._core import ChunkSummary, KeySummary
 from torchtitan_ext.storage.element_types import ITEM_BYTES, num_bytes_of
 from torchtitan_ext.storage.formats.detect import Format
+from torchtitan_ext.storage.location import Place
 
 Scalar = bool | int | float | complex | str | None
 """A single value that a table can show."""
@@ -58,7 +59,7 @@ class Contents:
         versions: The versions of ``torch``, ``torchtitan_ext`` and the format (``dcp``).
     """
 
-    path: Path
+    path: Place
     format: Format
     keys: Sequence[KeySummary]
     files: Sequence[ContentFile]

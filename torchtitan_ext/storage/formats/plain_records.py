@@ -16,9 +16,10 @@ from typing import Any
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
-from torchtitan_ext.storage.commit.opened import OpenedCheckpoint
 from torchtitan_ext.storage.formats.archives import BAD_ARCHIVE, read_entry
+from torchtitan_ext.storage.location import Location
 from torchtitan_ext.storage.metadata.saved_metadata import SavedMetadata
+from torchtitan_ext.storage.objects.opened import open_checkpoint
 
 # Of a value that describes something; a larger one holds data.
 _MAX_RECORD_BYTES = 1 << 24
@@ -64,7 +65,7 @@ def containers_of(pickled: bytes) -> Any:
 
 
 def read_records(
-    path: Path,
+    path: Path | Location,
     saved: SavedMetadata,
     fqns: Iterable[str],
     *,
@@ -86,7 +87,7 @@ def read_records(
 
 
 def read_places(
-    path: Path,
+    path: Path | Location,
     saved: SavedMetadata,
     keys: Iterable[tuple[str, tuple[int, ...] | None]],
     read: Callable[[str, int, Sequence[Place]], Iterable[tuple[str, Any]]],
@@ -106,8 +107,9 @@ def read_places(
     values: dict[str, Any] = {}
     for number, name in enumerate(sorted(of_file)):
         if number % _MAX_OPEN_FILES == 0:
-            files = OpenedCheckpoint(path)
+            files = open_checkpoint(path)
         try:
+            files.bring(name, {offset: num_bytes for _, offset, num_bytes in of_file[name]})
             for fqn, value in read(name, files.descriptor(name), of_file[name]):
                 values[fqn] = value
         except (OSError, ValueError, OverflowError, DamagedCheckpointError):  # the metadata may say the impossible

@@ -13,6 +13,7 @@ from torchtitan_ext import _core
 from torchtitan_ext.storage.checkpoint_files import find_stock_tensors
 from torchtitan_ext.storage.formats.contents import Scalar
 from torchtitan_ext.storage.formats.plain_records import Place, containers_of, read_places, read_records
+from torchtitan_ext.storage.location import Location
 from torchtitan_ext.storage.metadata.saved_metadata import SavedMetadata
 
 # A record of torch.save with one value in it has some 1,300 bytes; a longer text is nothing for a table.
@@ -40,7 +41,7 @@ def read_number(descriptor: int, fqn: str, stored: _core.StoredTensor) -> dict[s
     return {} if number is None else {fqn: number}
 
 
-def read_scalars(path: Path, saved: SavedMetadata, keys: Iterable[tuple[str, bool]]) -> dict[str, Scalar]:
+def read_scalars(path: Path | Location, saved: SavedMetadata, keys: Iterable[tuple[str, bool]]) -> dict[str, Scalar]:
     """Single plain values of a DCP checkpoint; values that cannot be read are left out. Compares no checksums.
 
     Args:
@@ -62,7 +63,7 @@ def read_scalars(path: Path, saved: SavedMetadata, keys: Iterable[tuple[str, boo
 
 
 def _stored(
-    path: Path, saved: SavedMetadata, name: str, tensors: dict[int, int], descriptor: int
+    path: Path | Location, saved: SavedMetadata, name: str, tensors: dict[int, int], descriptor: int
 ) -> dict[int, _core.StoredTensor | None]:
     """The tensors in a file, by the offsets of their records."""
     known = {} if saved.index is None or name not in saved.index.files else saved.index.tensors(name)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from torchtitan_ext.errors import DamagedCheckpointError, UnknownFormatError
 from torchtitan_ext.storage.checkpoint_files import sharing_save
-from torchtitan_ext.storage.commit.opened import OpenedCheckpoint
 from torchtitan_ext.storage.commit.steps import step_of
-from torchtitan_ext.storage.formats.contents import ContentFile, Contents, size_of
+from torchtitan_ext.storage.formats.contents import ContentFile, Contents
 from torchtitan_ext.storage.formats.detect import format_of
 from torchtitan_ext.storage.formats.plain_records import read_records
 from torchtitan_ext.storage.formats.safetensors_files import describe_safetensors
 from torchtitan_ext.storage.formats.scalars import read_scalars
+from torchtitan_ext.storage.location import Location, Place, place_at
 from torchtitan_ext.storage.metadata.saved_metadata import SavedMetadata, ranks_with_metadata, read_saved_metadata
+from torchtitan_ext.storage.objects.opened import open_checkpoint
 
 
 def describe(path: str | os.PathLike[str], *, rank: int | None = None, unsafe_unpickle: bool = False) -> Contents:
@@ -31,9 +31,9 @@ def describe(path: str | os.PathLike[str], *, rank: int | None = None, unsafe_un
         UnknownFormatError: There is no checkpoint of these formats.
         UnsafePickleError: The pickle of a ``torch.save`` file names something that is not allowed.
     """
-    place = Path(path)
+    place = place_at(path)
     found = format_of(place)
-    if found == "dcp":
+    if found == "dcp" or isinstance(place, Location):
         return _describe_dcp(place, rank)
     if found == "safetensors":
         return describe_safetensors(place)
@@ -42,16 +42,17 @@ def describe(path: str | os.PathLike[str], *, rank: int | None = None, unsafe_un
     return contents
 
 
-def _describe_dcp(path: Path, rank: int | None) -> Contents:
+def _describe_dcp(path: Place, rank: int | None) -> Contents:
     """The contents of a DCP checkpoint; arguments and errors as in ``describe``.
 
     Raises:
         UnknownFormatError: Each rank has metadata of its own, and ``rank`` names none of them.
     """
     try:
-        saved = read_saved_metadata(OpenedCheckpoint(path), rank, verify="none")
+        opened = open_checkpoint(path)
+        saved = read_saved_metadata(opened, rank, verify="none")
     except FileNotFoundError:
-        ranks = ranks_with_metadata(os.listdir(path))
+        ranks = ranks_with_metadata(opened.names())
         if not ranks or rank in ranks:
             raise
         text = f"each rank has metadata of its own ({_listed(ranks)}) and rank {rank} has none: name one of these"
@@ -59,7 +60,7 @@ def _describe_dcp(path: Path, rank: int | None) -> Contents:
     try:
         keys = saved.columns.describe_keys()
         files = [
-            ContentFile(file.path, size_of(path / file.path), file.num_parts, _earlier_save(saved, file.path))
+            ContentFile(file.path, opened.size(file.path), file.num_parts, _earlier_save(saved, file.path))
             for file in saved.columns.describe_files()
         ]
     except OverflowError as error:

@@ -117,14 +117,16 @@ class RunningObjectSave:
         arrives first commits, and the others conflict with it.
         """
         deadline = time.monotonic() + min(COMMIT_SECONDS, LEASE_SECONDS)
-        pause = _FIRST_PAUSE
+        pause, reason = _FIRST_PAUSE, ""
         self._may_be_committed = True
         while True:
-            reason = ""
             try:
                 self._folder.put_if(name, content, self._replaced)
                 return
             except (ConflictError, OSError) as error:
+                if isinstance(error, PermissionError) and not reason:
+                    self._may_be_committed = False
+                    raise
                 reason = str(error)
             try:
                 found, is_ours = self._read_back(name, content)
