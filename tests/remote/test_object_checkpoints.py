@@ -36,7 +36,7 @@ from torchtitan_ext.errors import (
 from torchtitan_ext.storage import location
 from torchtitan_ext.storage.location import Location
 from torchtitan_ext.storage.objects.folder import ObjectFolder
-from torchtitan_ext.storage.objects.leftovers import left_saves, remove_left_save
+from torchtitan_ext.storage.objects.leftovers import LeftSave, left_saves, remove_left_save, store_time
 
 NUM_STATES = 2 * SOAK
 NUM_TENSORS = 20
@@ -55,6 +55,11 @@ def in_store(rank: int, world_size: int, environment: dict[str, str], function: 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*is overwritten")
         return function(rank, world_size, *args)
+
+
+def left_at(url: str, grace_seconds: float = 3600.0) -> list[LeftSave]:
+    """What dead and replaced saves left, by the store's clock."""
+    return left_saves(Location(url), store_time(Location(url)), grace_seconds)
 
 
 def data_of(url: str) -> str:
@@ -169,9 +174,9 @@ def test_a_reader_of_what_is_replaced(url: str) -> None:
     dcp.load(place, storage_reader=again, planner=tte.LoadPlanner(), no_dist=True)
     assert torch.equal(place["w"], old["w"])
     reader.set_up_storage_reader(metadata, True)
-    assert left_saves(Location(url)) == []
-    (left,) = left_saves(Location(url), grace_seconds=-1)
-    assert remove_left_save(Location(url), left) and left_saves(Location(url), grace_seconds=-1) == []
+    assert left_at(url) == []
+    (left,) = left_at(url, -1)
+    assert remove_left_save(Location(url), left) and left_at(url, -1) == []
     assert torch.equal(loaded(new, url)["w"], new["w"])
     with pytest.raises(SavedOverError, match="of the earlier save is gone"):
         reader.read_box(next(iter(metadata.storage_data or {})), [0], torch.zeros(3))

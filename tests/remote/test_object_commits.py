@@ -34,7 +34,7 @@ from torchtitan_ext.errors import (
 from torchtitan_ext.storage.location import Location
 from torchtitan_ext.storage.objects import commit, folder, lease, leftovers
 from torchtitan_ext.storage.objects.folder import ObjectFolder
-from torchtitan_ext.storage.objects.leftovers import left_saves, remove_left_save
+from torchtitan_ext.storage.objects.leftovers import LeftSave, left_saves, remove_left_save, store_time
 
 NUM_RACES = 5 * SOAK
 NUM_CLEANINGS = 5 * SOAK
@@ -92,6 +92,11 @@ def number_at(url: str, environment: dict[str, str], monkeypatch: pytest.MonkeyP
         tte.load(state, url, prove=True, no_dist=True)
     assert torch.equal(state["w"], state_of(state["number"])["w"])
     return state["number"]
+
+
+def left_at(url: str, grace_seconds: float = 3600.0) -> list[LeftSave]:
+    """What dead and replaced saves left, by the store's clock."""
+    return left_saves(Location(url), store_time(Location(url)), grace_seconds)
 
 
 def names_at(url: str) -> set[str]:
@@ -184,9 +189,9 @@ def test_a_store_that_does_not_say(
     proxy.remove(rule)
     assert number_of(url) == 1 and names_at(url) > before
     # What is left goes when no put of it can arrive any more.
-    assert left_saves(Location(url), grace_seconds=-1) == []
+    assert left_at(url, -1) == []
     monkeypatch.setattr(leftovers, "LEASE_SECONDS", -1.0)
-    (left,) = left_saves(Location(url))
+    (left,) = left_at(url)
     assert remove_left_save(Location(url), left)
     assert number_of(url) == 1 and names_at(url) == before
 
@@ -340,7 +345,7 @@ def test_a_clean_up_beside_living_saves(
 
     def clean() -> None:
         while not is_over.is_set():
-            removed.extend(remove_left_save(Location(url), left) for left in left_saves(Location(url), 3.0))
+            removed.extend(remove_left_save(Location(url), left) for left in left_at(url, 3.0))
 
     cleaner = threading.Thread(target=clean)
     cleaner.start()
@@ -367,7 +372,7 @@ def test_a_save_that_was_taken_for_dead(
     decide = lease.Lease.decide
 
     def sleep_too_long(self: lease.Lease) -> None:
-        (left,) = left_saves(Location(url))
+        (left,) = left_at(url)
         assert remove_left_save(Location(url), left)
         decide(self)
 
@@ -385,7 +390,7 @@ def test_a_save_that_has_decided_is_left_alone(
     put = commit.RunningObjectSave._put
 
     def sleep_too_long(self: Any, *args: Any) -> None:
-        (left,) = left_saves(Location(url))
+        (left,) = left_at(url)
         monkeypatch.setattr(leftovers, "LEASE_SECONDS", 900.0)
         assert not remove_left_save(Location(url), left)
         put(self, *args)

@@ -37,7 +37,8 @@ def test_its_lines_run(url: str, tmp_path: Path) -> None:
     (commands,) = re.findall(r"```sh\n(.*?)```", PAGE, re.S)
     told = subprocess.run(
         ["bash", "-euc", commands],
-        env=os.environ | {"bucket": url, "disk": str(tmp_path), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        env=os.environ
+        | {"bucket": url, "disk": str(tmp_path), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
     )

@@ -21,7 +21,7 @@ from torchtitan_ext.cli.output import DIFFERS, print_json, print_line, print_pro
 from torchtitan_ext.storage.commit.leftovers import checkpoint_names
 from torchtitan_ext.storage.commit.steps import step_paths
 from torchtitan_ext.storage.location import Location
-from torchtitan_ext.storage.objects.leftovers import remaining, remove_left_save
+from torchtitan_ext.storage.objects.leftovers import remaining, remove_left_save, store_time
 from torchtitan_ext.storage.runs.listing import (
     Leftover,
     ListedStep,
@@ -118,7 +118,7 @@ def _collect_objects(run: Location, keep: int | None, yes: bool, pattern: str | 
     """The same of a run in an object store; without --keep only what dead and replaced saves left goes."""
     with refusing_wrong_usage():
         listed = {step.step: step for step in list_object_steps(run, pattern)}
-    steps, left = object_steps(run, pattern), left_in_steps(run, pattern)
+    steps, left = object_steps(run, pattern), left_in_steps(run, pattern, store_time(run))
     numbers = [] if keep is None else object_steps_beyond(run, keep, None, pattern)
     old = {number: steps[number] for number in numbers if listed[number].saver is None}
     freed = sum(listed[number].num_bytes for number in old)

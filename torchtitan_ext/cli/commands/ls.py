@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def run(run_dir: Run, step_pattern: StepNames = None, json: Json = False) -> Non
 def _list_objects(run: Location, pattern: str | None, json: bool) -> None:
     """The same of a run in an object store, of which there are no checkpoints of other formats."""
     with refusing_wrong_usage():
-        steps, left = list_object_steps(run, pattern), left_in_steps(run, pattern)
+        steps, left = list_object_steps(run, pattern), left_in_steps(run, pattern, datetime.now(timezone.utc))
     if json:
         rows = [step._asdict() for step in steps]
         print_json({"path": str(run), "steps": rows, "leftovers": plain_left(left)})

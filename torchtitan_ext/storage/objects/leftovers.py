@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Mapping
-from datetime import datetime, timezone
+from datetime import datetime
 from typing import NamedTuple
 
 from torchtitan_ext import _core
@@ -41,15 +41,18 @@ class LeftSave(NamedTuple):
     num_bytes: int
 
 
-def left_saves(step: Location, grace_seconds: float = GRACE_SECONDS) -> list[LeftSave]:
-    """The dead and replaced saves of which objects lie in the folder of a step. Deletes nothing of them.
+def left_saves(step: Location, now: datetime, grace_seconds: float = GRACE_SECONDS) -> list[LeftSave]:
+    """The dead and replaced saves of which objects lie in the folder of a step. Deletes nothing.
+
+    Args:
+        now: The ``store_time``; for a listing the time of this machine will do.
 
     Raises:
-        OSError: The store cannot be listed, or takes no object.
+        OSError: The store cannot be listed.
     """
     folder = ObjectFolder(step)
     found = folder.stamps()
-    current, now = save_of_metadata(folder), _now(folder)
+    current = save_of_metadata(folder)
     by_save: dict[str, dict[str, ObjectStamp]] = {}
     for name, stamp in found.items():
         save_id = _owner_of(name)
@@ -72,7 +75,7 @@ def remove_left_save(step: Location, left: LeftSave) -> bool:
     except ConflictError:
         if folder.content(fate) == COMMIT and lease in left.names:
             stamp = folder.stamp(fate)
-            if stamp is not None and _seconds(stamp.put_at, _now(folder)) < 2 * LEASE_SECONDS:
+            if stamp is not None and _seconds(stamp.put_at, store_time(step)) < 2 * LEASE_SECONDS:
                 return False
     # The save may have committed, and deleted lease and fate, since the folder was listed.
     if save_of_metadata(folder) == left.save_id:
@@ -110,9 +113,8 @@ def save_of_metadata(folder: ObjectFolder) -> str | None:
     return save_id if is_save_id(save_id) else None
 
 
-def living_lease(found: Mapping[str, ObjectStamp]) -> str | None:
-    """The name of a lease among the objects of a folder, by this machine's clock, which is enough for a listing."""
-    now = datetime.now(timezone.utc)
+def living_lease(found: Mapping[str, ObjectStamp], now: datetime) -> str | None:
+    """The name of a lease among the objects of a folder that has not expired."""
     leases = [name for name in found if name.endswith(".lease") and _OF_SAVE.fullmatch(name)]
     return next((name for name in leases if _seconds(found[name].put_at, now) <= LEASE_SECONDS), None)
 
@@ -128,9 +130,9 @@ def _is_dead(
     return _seconds(since, now) > grace
 
 
-def _now(folder: ObjectFolder) -> datetime:
-    """The time of the store's clock, by which its objects are dated."""
-    name = f".tte_clock.{uuid.uuid4().hex}"
+def store_time(place: Location) -> datetime:
+    """The time of the store's clock, by which its objects are dated: that of an object which is put, and deleted."""
+    folder, name = ObjectFolder(place), f".tte_clock.{uuid.uuid4().hex}"
     folder.put(name, b"")
     stamp = folder.stamp(name)
     folder.delete([name])

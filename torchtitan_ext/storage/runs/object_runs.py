@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime, timezone
 from typing import NamedTuple
 
 from torchtitan_ext import _core
@@ -10,7 +11,6 @@ from torchtitan_ext.storage.checkpoint_files import index_path, shown
 from torchtitan_ext.storage.location import Location
 from torchtitan_ext.storage.objects.folder import ObjectFolder
 from torchtitan_ext.storage.objects.leftovers import (
-    GRACE_SECONDS,
     LeftSave,
     left_saves,
     living_lease,
@@ -42,10 +42,9 @@ def list_object_steps(run: Location, pattern: str | None = None) -> list[ListedS
     return [step for step in listed if step is not None]
 
 
-def left_in_steps(run: Location, pattern: str | None = None, grace_seconds: float = GRACE_SECONDS) -> list[LeftInStep]:
-    """What dead and replaced saves left in the steps of a run."""
-    steps = object_steps(run, pattern).values()
-    return [LeftInStep(step, left) for step in steps for left in left_saves(step, grace_seconds)]
+def left_in_steps(run: Location, pattern: str | None, now: datetime) -> list[LeftInStep]:
+    """What dead and replaced saves left in the steps of a run; ``now`` as for ``left_saves``."""
+    return [LeftInStep(step, left) for step in object_steps(run, pattern).values() for left in left_saves(step, now)]
 
 
 def _listed(number: int, step: Location) -> ListedStep | None:
@@ -53,7 +52,7 @@ def _listed(number: int, step: Location) -> ListedStep | None:
     found = folder.stamps()
     if not found:  # some stores list folders of which all objects were deleted
         return None
-    metadata, lease = found.get(".metadata"), living_lease(found)
+    metadata, lease = found.get(".metadata"), living_lease(found, datetime.now(timezone.utc))
     owner = {} if lease is None else json.loads(folder.read(lease))
     saver = f"process {owner['pid']} on {owner['host']}" if owner else None
     return ListedStep(
