@@ -25,6 +25,9 @@ from torchtitan_ext.storage.location import Place
 _MAX_HELD = 512
 
 
+_READ_BYTES = 16 << 20
+
+
 class OpenedCheckpoint:
     """Keeps the directory, and files in it, open as long as the object lives.
 
@@ -35,7 +38,10 @@ class OpenedCheckpoint:
     Attributes:
         copy: Equal on ranks that have read the metadata from one file, also over a network file system; another one
             where hosts have copies of the checkpoint. Empty before the metadata is read.
+        read_bytes: Who reads a whole file reads so much of it at a time: a multiple of the blocks with checksums.
     """
+
+    read_bytes = _READ_BYTES
 
     def __init__(self, directory: Path, *, may_link: bool = False) -> None:
         self.directory = directory

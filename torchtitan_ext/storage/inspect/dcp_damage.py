@@ -37,9 +37,6 @@ from torchtitan_ext.storage.metadata.saved_metadata import (
 from torchtitan_ext.storage.objects.opened import Opened, open_checkpoint
 from torchtitan_ext.storage.progress import OnBytes
 
-# Bytes read at a time: a multiple of the blocks that have checksums.
-_READ_BYTES = 16 << 20
-
 # At most so many chunks without a place are named.
 _MAX_UNPLACED = 10
 
@@ -274,10 +271,11 @@ class DcpLook:
 
     def _damaged_bytes(self, runs: _core.RunReader, name: str, num_bytes: int) -> list[tuple[int, int]]:
         """Ranges of bytes that do not match their checksums; adjacent blocks are one range."""
-        buffer = ctypes.create_string_buffer(min(num_bytes, _READ_BYTES))
+        step = self._files.read_bytes
+        buffer = ctypes.create_string_buffer(min(num_bytes, step))
         ranges: list[tuple[int, int]] = []
-        for begin in range(0, num_bytes, _READ_BYTES):
-            count = min(_READ_BYTES, num_bytes - begin)
+        for begin in range(0, num_bytes, step):
+            count = min(step, num_bytes - begin)
             runs.add_bytes(0, begin, count, ctypes.addressof(buffer))
             for block in self._files.read(runs, [name], thread_count_of(None), "all"):
                 first = ranges.pop()[0] if ranges and ranges[-1][1] == block.begin else block.begin

@@ -38,6 +38,8 @@ _RECORD_END_BYTES = 16 << 10
 class OpenedObjects:
     """Has the methods of ``OpenedCheckpoint``, but for links."""
 
+    read_bytes = _MAX_REQUESTS * _REQUEST_BYTES
+
     def __init__(self, directory: Location) -> None:
         self.directory = directory
         self.copy = ""
