@@ -323,6 +323,13 @@ def test_no_secret_is_told(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert secret not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["s3://", "s3://bucket//x"])
+def test_a_url_that_names_nothing(name: str) -> None:
+    with pytest.raises(CheckpointFailedError, match=r"OSError: \[Errno \d+\] Generic URL error") as caught:
+        save({"w": torch.ones(3)}, name)
+    assert str(caught.value).count("Errno") == 1
+
+
 def test_old_weights_are_not_joined(url: str) -> None:
     ObjectFolder(Location(url)).put("model.safetensors", b"")
     with pytest.raises(Exception, match="old weights"):

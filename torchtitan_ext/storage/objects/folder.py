@@ -26,10 +26,10 @@ _CLIENT_OPTIONS = ("allow_http", "allow_invalid_certificates", "connect_timeout"
 
 _MAX_ERROR_CHARACTERS = 300
 
-# What follows a question mark in a URL may be a signature.
 _MAX_LISTINGS = 3
 
 _DENIED = re.compile(r"status code: 40[13]\b")
+# What follows a question mark in a URL may be a signature.
 _QUERY = re.compile(r"\?[^\s\"')>]+")
 
 
@@ -95,13 +95,12 @@ class ObjectFolder:
         from_url = import_module("obstore.store").from_url
         url = re.sub("^s3a:", "s3:", str(self.location))
         options = {"checksum_algorithm": "SHA256"} if scheme_of(url) == "s3" else {}
-        with self.told(""):
-            return from_url(
-                url,
-                client_options=_client_options(scheme_of(url)),
-                retry_config={"retry_timeout": timedelta(seconds=RETRY_SECONDS)},
-                **options,
-            )
+        return from_url(
+            url,
+            client_options=_client_options(scheme_of(url)),
+            retry_config={"retry_timeout": timedelta(seconds=RETRY_SECONDS)},
+            **options,
+        )
 
     def read(self, name: str) -> bytes:
         """The whole object.
@@ -200,6 +199,8 @@ class ObjectFolder:
             raise ConflictError(f"{place}: {_text(error)}") from None
         except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
             raise PermissionError(errno.EACCES, _text(error), place) from None
+        except ValueError as error:  # a name that no object can have
+            raise OSError(errno.EINVAL, _text(error), place) from None
         except (errors.BaseError, OSError) as error:
             text = _text(error)
             if _DENIED.search(text):  # of listings
