@@ -22,8 +22,11 @@ from object_server import ObjectServer
 from random_layouts import build, random_layouts, random_truth
 from reference import same_bits
 from safetensors.torch import load_file
+from safetensors.torch import save as serialize
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 import torchtitan_ext as tte
 from torchtitan_ext.errors import (
@@ -349,3 +352,46 @@ def test_without_obstore(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(location, "has_obstore", lambda: False)
     with pytest.warns(UserWarning, match=r"no commit.*torchtitan-ext\[remote\]"), suppress(Exception):
         tte.save({"w": torch.ones(3)}, url, no_dist=True)  # without a package of fsspec for S3 it fails
+
+
+def put_weights(url: str, tensors_of_files: dict[str, dict[str, torch.Tensor]]) -> None:
+    """Weights as Hugging Face's hub has them: files, and an index."""
+    folder = ObjectFolder(Location(url))
+    weight_map = {key: name for name, of_file in tensors_of_files.items() for key in of_file}
+    for name, of_file in tensors_of_files.items():
+        folder.put(name, serialize(of_file))
+    folder.put("model.safetensors.index.json", json.dumps({"weight_map": weight_map}).encode())
+
+
+def load_weights(rank: int, world_size: int, url: str) -> list[bool]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    state = {
+        "w": tte.full.distribute_tensor(torch.zeros(7, 300), mesh, [Shard(0)]),
+        "b": torch.zeros(5, dtype=torch.bfloat16),
+    }
+    tte.weights.load(state, url)
+    return [torch.equal(tte.full_tensor(state["w"]), torch.arange(2100.0).view(7, 300)), bool((state["b"] == 1).all())]
+
+
+def test_weights_of_a_hub(run_world: Any, environment: dict[str, str], url: str) -> None:
+    # A header that is longer than the first request brings.
+    many = {f"layers.{number}.weight": torch.full((1,), float(number)) for number in range(4000)}
+    files = {
+        "model-00001-of-00002.safetensors": {"w": torch.arange(2100.0).view(7, 300), **many},
+        "model-00002-of-00002.safetensors": {"b": torch.ones(5, dtype=torch.bfloat16)},
+    }
+    put_weights(url, files)
+    assert run_world(3, in_store, environment, load_weights, url) == [[True, True]] * 3
+    one = {"layers.3999.weight": torch.zeros(1)}
+    tte.load(one, f"{url}/model-00001-of-00002.safetensors", no_dist=True)
+    assert one["layers.3999.weight"].item() == 3999
+    renamed = {"v": torch.zeros(7, 300)}
+    rules = tte.transforms.Transform([tte.transforms.Rule("w", "v")], drop=["*", "**"])
+    tte.load(renamed, url, transform=rules, no_dist=True)
+    assert torch.equal(renamed["v"], files["model-00001-of-00002.safetensors"]["w"])
+    ObjectFolder(Location(url)).put("model-00002-of-00002.safetensors", b"cut")
+    with pytest.raises(StateRefusedError, match="model-00002-of-00002.safetensors"):
+        tte.load(one, url, no_dist=True)
+    with pytest.raises(WrongValueError, match="expected a safetensors file"):
+        save({"w": torch.ones(3)}, f"{url}/step-1")
+        tte.weights.load({"w": torch.ones(3)}, f"{url}/step-1")

@@ -44,9 +44,12 @@ def format_of(path: str | os.PathLike[str]) -> Format:
     """
     place = place_at(path)
     if isinstance(place, Location):
-        if any(map(_DCP_NAME.fullmatch, ObjectFolder(place).stamps())):
+        folder = ObjectFolder(place)
+        if folder.stamp(".metadata") is not None:
             return "dcp"
-        raise UnknownFormatError(str(place), "the folder has no .metadata")
+        if place.name.endswith(".safetensors") or any(name.endswith(".safetensors") for name in folder.stamps()):
+            return "safetensors"
+        raise UnknownFormatError(str(place), "the folder has no .metadata and no *.safetensors")
     if place.is_dir():
         names = os.listdir(place)
         if any(map(_DCP_NAME.fullmatch, names)):

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from torchtitan_ext import _core
 from torchtitan_ext.storage.checkpoint_files import Record, thread_count_of
 from torchtitan_ext.storage.formats.safetensors_files import ChunkRecord, sizes_of_tensor
+from torchtitan_ext.storage.location import Place
 from torchtitan_ext.storage.metadata.saved_state import SavedState, SavedTensor
 from torchtitan_ext.storage.native.open_files import Chunk
 
@@ -35,7 +36,7 @@ class PlainFiles:
 
     def __init__(
         self,
-        path: Path,
+        path: Place,
         places: Mapping[str, list[ChunkRecord]],
         values: Mapping[str, Any],
         paths: Mapping[str, tuple[Any, ...]],
@@ -45,7 +46,7 @@ class PlainFiles:
         self.thread_count: int | None = None
         self.values = values
         self.records = {(fqn, offsets): record for fqn, chunks in places.items() for offsets, record in chunks}
-        self._directory = path if path.is_dir() else path.parent
+        self._directory = path.parent if isinstance(path, Path) and not path.is_dir() else path
         self._saved = saved
         whole: dict[tuple[int, ...], _core.ChunkIndex] = {}
         entries = {fqn: _entry_of(path, fqn, places[fqn], whole) if fqn in places else None for fqn in paths}
@@ -71,7 +72,7 @@ class PlainFiles:
 
 
 def _entry_of(
-    path: Path, fqn: str, places: list[ChunkRecord], whole: dict[tuple[int, ...], _core.ChunkIndex]
+    path: Place, fqn: str, places: list[ChunkRecord], whole: dict[tuple[int, ...], _core.ChunkIndex]
 ) -> SavedTensor:
     """``whole`` has the chunk list of each shape, which tensors of one chunk share."""
     tensors = [(offsets, record.tensor) for offsets, record in places if record.tensor is not None]

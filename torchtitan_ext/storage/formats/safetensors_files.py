@@ -25,9 +25,10 @@ from torchtitan_ext.storage.commit.steps import step_of
 from torchtitan_ext.storage.element_types import ITEM_BYTES, num_bytes_of
 from torchtitan_ext.storage.formats.contents import ContentFile, Contents, Scalar, bytes_of
 from torchtitan_ext.storage.formats.scalars import read_number
+from torchtitan_ext.storage.location import Place
 
 # The format's own limit.
-_MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX_NAME = "model.safetensors.index.json"
@@ -91,17 +92,20 @@ def read_header(path: Path) -> dict[str, SafetensorsEntry]:
 
 
 def read_header_and_notes(
-    path: Path, descriptor: int | None = None
+    path: Place, descriptor: int | None = None
 ) -> tuple[dict[str, SafetensorsEntry], dict[str, str]]:
     """``read_header``, and the file's ``__metadata__``. Of an opened file if there is a descriptor."""
-    status = path.stat() if descriptor is None else os.fstat(descriptor)
+    if descriptor is None:
+        with open(path, "rb") as opened:
+            return read_header_and_notes(path, opened.fileno())
+    status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         raise DamagedCheckpointError(f"{path} is no file")
     file_bytes = status.st_size
-    with path.open("rb") if descriptor is None else os.fdopen(descriptor, "rb", closefd=False) as file:
+    with os.fdopen(descriptor, "rb", closefd=False) as file:
         file.seek(0)
         header_bytes = int.from_bytes(file.read(8), "little")
-        if header_bytes > min(_MAX_HEADER_BYTES, file_bytes - 8):
+        if header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
             text = f"a header of {header_bytes} bytes is announced, and {max(0, file_bytes - 8)} follow"
             raise DamagedCheckpointError(f"{path}: {text}")
         text_bytes = file.read(header_bytes)
@@ -157,14 +161,14 @@ def find_weight_map(directory: Path) -> Path | None:
     return min(directory.glob(f"*{INDEX_SUFFIX}"), key=lambda path: (path.name != INDEX_NAME, path), default=None)
 
 
-def read_weight_map(index: Path) -> dict[str, str]:
-    """The file of each key, from an index.
+def read_weight_map(index: Place, content: bytes) -> dict[str, str]:
+    """The file of each key, from the content of an index.
 
     Raises:
         DamagedCheckpointError: The index is damaged.
     """
     try:
-        files = dict(json.loads(index.read_bytes())["weight_map"])
+        files = dict(json.loads(content)["weight_map"])
         for name in set(files.values()):
             if os.path.basename(name) != name or "\0" in name or not name.encode():
                 raise ValueError(f"it names the file {name!r}, expected one beside it")
@@ -214,12 +218,21 @@ def find_safetensors(
         OSError: A file cannot be read.
     """
     index = find_weight_map(path)
-    weight_map = None if index is None else read_weight_map(index)
-    names = {file.name for file in safetensors_paths(path)} if weight_map is None else set(weight_map.values())
+    weight_map = None if index is None else read_weight_map(index, index.read_bytes())
     directory = path if path.is_dir() else path.parent
+    return tensors_in_files(directory, [file.name for file in safetensors_paths(path)], weight_map, descriptor_of)
+
+
+def tensors_in_files(
+    directory: Place,
+    names: Sequence[str],
+    weight_map: Mapping[str, str] | None,
+    descriptor_of: Callable[[str], int | None],
+) -> dict[str, list[ChunkRecord]]:
+    """``find_safetensors`` of these files, or of those that the map names, if there is one."""
     found: dict[str, list[ChunkRecord]] = {}
     tied: dict[str, str] = {}
-    for name in sorted(names):
+    for name in sorted(set(names if weight_map is None else weight_map.values())):
         entries, notes = read_header_and_notes(directory / name, descriptor_of(name))
         tied |= {fqn: first for fqn, first in _other_names(notes) if first in entries}
         for fqn, entry in entries.items():
@@ -234,11 +247,11 @@ def find_safetensors(
     for fqn, places in found.items():
         kinds = {(record.tensor.dtype, len(offsets)) for offsets, record in places if record.tensor is not None}
         if len(kinds) > 1:
-            raise DamagedCheckpointError(f"{path}: the chunks of {fqn} are of several dtypes, or of other dims")
+            raise DamagedCheckpointError(f"{directory}: the chunks of {fqn} are of several dtypes, or of other dims")
     lost = sorted((weight_map or {}).keys() - found.keys())
     if lost:
         raise DamagedCheckpointError(
-            f"{path}: {len(lost)} tensor(s) of its index are not in their files, for example {lost[0]}"
+            f"{directory}: {len(lost)} tensor(s) of its index are not in their files, for example {lost[0]}"
         )
     return found | {fqn: found[first] for fqn, first in tied.items() if first in found and fqn not in found}
 
@@ -342,7 +355,7 @@ def _can_be(sizes: Sequence[int]) -> bool:
     return math.prod(size or 1 for size in sizes) < _TOO_LARGE // _MAX_ITEM_BYTES
 
 
-def _check_places(path: Path, entries: dict[str, SafetensorsEntry], data_begin: int, file_bytes: int) -> None:
+def _check_places(path: Place, entries: dict[str, SafetensorsEntry], data_begin: int, file_bytes: int) -> None:
     at = data_begin
     for fqn, entry in entries.items():
         if entry.begin != at:

@@ -101,7 +101,7 @@ def _verify_safetensors(path: Path, *, is_deep: bool, on_bytes: OnBytes) -> Verd
     index = find_weight_map(path)
     if index is not None:
         try:
-            weight_map = read_weight_map(index)
+            weight_map = read_weight_map(index, index.read_bytes())
         except DamagedCheckpointError as error:
             damages.append(Damage(index.name, error.reason, "index"))
     damages += _index_damages(path, weight_map, headers, {damage.file for damage in damages})

@@ -36,12 +36,17 @@ _RECORD_END_BYTES = 16 << 10
 
 
 class OpenedObjects:
-    """Has the methods of ``OpenedCheckpoint``, but for links."""
+    """Has the methods of ``OpenedCheckpoint``, but for links.
+
+    Args:
+        have_footers: Whether the files may be ours, so that their ends are read when they are opened.
+    """
 
     read_bytes = _MAX_REQUESTS * _REQUEST_BYTES
 
-    def __init__(self, directory: Location) -> None:
+    def __init__(self, directory: Location, *, have_footers: bool = True) -> None:
         self.directory = directory
+        self._have_footers = have_footers
         self.copy = ""
         self._folder = ObjectFolder(directory)
         self._metadata_name = ""
@@ -55,7 +60,7 @@ class OpenedObjects:
             os.close(descriptor)
 
     def __reduce__(self) -> tuple[Callable[..., OpenedObjects], tuple[Location]]:
-        return OpenedObjects, (self.directory,)
+        return partial(OpenedObjects, have_footers=self._have_footers), (self.directory,)
 
     def read_metadata(self, name: str) -> bytes:
         content, self._metadata = self._folder.read_stamped(name)
@@ -124,6 +129,10 @@ class OpenedObjects:
                 ranges.add((begin, end))
             else:
                 ranges |= {(begin, begin + _RECORD_END_BYTES), (end - _RECORD_END_BYTES, end)}
+        self.bring_ranges(name, sorted(ranges))
+
+    def bring_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> None:
+        """Reads bytes ``[begin, end)`` of an object into the file of ``descriptor``."""
         descriptor = self.descriptor(name)
 
         def fetch(part: tuple[int, int]) -> None:
@@ -131,7 +140,7 @@ class OpenedObjects:
 
         if ranges:
             with ThreadPoolExecutor(min(len(ranges), _MAX_REQUESTS)) as pool:
-                list(pool.map(fetch, sorted(ranges)))
+                list(pool.map(fetch, ranges))
 
     def has(self, file: _core.RankFile) -> bool:
         """Whether a rank file is there with the footer that the index describes."""
@@ -188,7 +197,8 @@ class OpenedObjects:
                 stamp = self._folder.stamp(name)
                 if stamp is None:
                     raise self._missing(name)
-                begin, end = max(0, stamp.num_bytes - _UNKNOWN_END_BYTES), stamp.num_bytes
+                end_bytes = _UNKNOWN_END_BYTES if self._have_footers else 0
+                begin, end = max(0, stamp.num_bytes - end_bytes), stamp.num_bytes
             if begin == end:
                 return begin, b"", end
             return begin, *self._folder.read_range(name, begin, end)

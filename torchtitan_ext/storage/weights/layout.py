@@ -81,7 +81,7 @@ def find_places(directory: Path, fqns: Iterable[str], *, num_files: int) -> dict
     """
     weight_map = dict.fromkeys(fqns, _ONE_FILE)
     if num_files > 1:
-        all_files = read_weight_map(directory / INDEX_NAME)
+        all_files = read_weight_map(directory / INDEX_NAME, (directory / INDEX_NAME).read_bytes())
         weight_map = {fqn: all_files[fqn] for fqn in weight_map}
     headers = {name: read_header(directory / name) for name in sorted(set(weight_map.values()))}
     return {fqn: (directory / name, headers[name][fqn]) for fqn, name in weight_map.items()}

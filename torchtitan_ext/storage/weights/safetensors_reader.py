@@ -10,7 +10,6 @@ import dataclasses
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
@@ -22,12 +21,25 @@ from torchtitan_ext.storage.checkpoint_files import Record, shown
 from torchtitan_ext.storage.commit.opened import OpenedCheckpoint, identity_of
 from torchtitan_ext.storage.formats.detect import format_of
 from torchtitan_ext.storage.formats.plain_files import PlainFiles
-from torchtitan_ext.storage.formats.safetensors_files import ChunkRecord, find_safetensors
-from torchtitan_ext.storage.location import is_local
+from torchtitan_ext.storage.formats.safetensors_files import (
+    INDEX_NAME,
+    INDEX_SUFFIX,
+    MAX_HEADER_BYTES,
+    ChunkRecord,
+    find_safetensors,
+    read_weight_map,
+    tensors_in_files,
+)
+from torchtitan_ext.storage.location import Location, Place
 from torchtitan_ext.storage.metadata.dcp_objects import metadata_of_state, places_of
 from torchtitan_ext.storage.native.file_reader import FileReader, MetadataMark
 from torchtitan_ext.storage.native.open_files import Chunk
+from torchtitan_ext.storage.objects.folder import ObjectFolder, ObjectStamp
+from torchtitan_ext.storage.objects.opened import Opened, OpenedObjects
 from torchtitan_ext.storage.raw_tensor import NAMES
+
+# The first request for an object brings its header, mostly.
+_HEAD_BYTES = 1 << 18
 
 # Weights are replaced now and then, not all the time.
 _MAX_ATTEMPTS = 3
@@ -38,14 +50,14 @@ _MAX_NAMED = 4
 def reader_at(path: str | os.PathLike[str]) -> FileReader:
     """The reader of the checkpoint at a path, as its format asks for; a ``FileReader`` where there is none."""
     try:
-        is_safetensors = is_local(path) and format_of(path) == "safetensors"
+        is_safetensors = format_of(path) == "safetensors"
     except (OSError, UnknownFormatError):
         is_safetensors = False
     return SafetensorsReader(path) if is_safetensors else FileReader(path)
 
 
 class SafetensorsReader(FileReader):
-    """A ``FileReader`` of safetensors: one file, or a directory with some, with or without an index.
+    """A ``FileReader`` of safetensors: one file, or a directory with some, with or without an index; also by URL.
 
     Chunks of tensors that DCP's writer for Hugging Face has noted in the headers are put together. The format has no
     checksums, so nothing is verified but headers and sizes of files.
@@ -58,8 +70,7 @@ class SafetensorsReader(FileReader):
         ReshardError: (``read_metadata``) A header, an index or a file is damaged, missing or short; names it.
     """
 
-    path: Path
-    _opened: OpenedCheckpoint | None
+    _stamps: dict[str, ObjectStamp]
     _of_different_saves = "ranks have opened the files of different saves"
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -92,14 +103,21 @@ class SafetensorsReader(FileReader):
         if not self._identities:  # with dcp.load one rank reads the headers for all
             return plan
         digest = f"{_core.digest(repr(sorted(self._identities.items())).encode()):016x}"
+        if isinstance(self.path, Location):  # which is one place for all ranks
+            return dataclasses.replace(plan, storage_data=MetadataMark(digest, (str(self.path),)))
+        assert isinstance(self.files, OpenedCheckpoint)
         # Ranks of one host that name one path on one file system; containers of a host may have disks of their own.
         place = (socket.gethostname(), str(self.files.directory.stat().st_dev), os.path.realpath(self.path))
         return dataclasses.replace(plan, storage_data=MetadataMark(digest, place))
 
     @property
-    def files(self) -> OpenedCheckpoint:
+    def files(self) -> Opened:
         if self._opened is None:
-            self._opened = OpenedCheckpoint(self.path if self.path.is_dir() else self.path.parent, may_link=True)
+            if isinstance(self.path, Location):
+                self._opened = OpenedObjects(_folder_of(self.path), have_footers=False)
+            else:
+                directory = self.path if self.path.is_dir() else self.path.parent
+                self._opened = OpenedCheckpoint(directory, may_link=True)
         return self._opened
 
     def find_records(self, keys: Sequence[Chunk]) -> list[Record]:
@@ -115,7 +133,7 @@ class SafetensorsReader(FileReader):
             self._forget()
             before = _stamp(self.path)
             try:
-                found = find_safetensors(self.path, self._descriptor)
+                found = self._tensors()
             except (DamagedCheckpointError, OSError):
                 if _stamp(self.path) == before:
                     raise
@@ -124,6 +142,32 @@ class SafetensorsReader(FileReader):
                 if _stamp(self.path) == before:
                     return found
         raise SavedOverError(str(self.path), "its files change all the time")
+
+    def _tensors(self) -> dict[str, list[ChunkRecord]]:
+        """The chunks of each tensor in the files that are there now."""
+        if not isinstance(self.path, Location):
+            return find_safetensors(self.path, self._descriptor)
+        folder = ObjectFolder(_folder_of(self.path))
+        self._stamps = folder.stamps()
+        if folder.location != self.path:
+            return tensors_in_files(folder.location, [self.path.name], None, self._descriptor_with_header)
+        indexes = [name for name in self._stamps if name.endswith(INDEX_SUFFIX)]
+        index = min(indexes, key=lambda name: (name != INDEX_NAME, name), default=None)
+        weight_map = None if index is None else read_weight_map(self.path / index, folder.read(index))
+        names = [name for name in self._stamps if name.endswith(".safetensors")]
+        return tensors_in_files(self.path, names, weight_map, self._descriptor_with_header)
+
+    def _descriptor_with_header(self, name: str) -> int:
+        """The file in memory of an object, with its header, of which the first bytes say how long it is."""
+        descriptor, opened = self._descriptor(name), self.files
+        assert isinstance(opened, OpenedObjects)
+        file_bytes = os.fstat(descriptor).st_size
+        begin = min(file_bytes, _HEAD_BYTES)
+        opened.bring_ranges(name, [(0, begin)])
+        header_end = 8 + int.from_bytes(os.pread(descriptor, 8, 0), "little")
+        if begin < header_end <= min(file_bytes, MAX_HEADER_BYTES):
+            opened.bring_ranges(name, [(begin, header_end)])
+        return descriptor
 
     def _check_single(self, found: Mapping[str, list[ChunkRecord]]) -> None:
         """Refuses tensors that several files have: those of an earlier save may lie beside them."""
@@ -145,7 +189,9 @@ class SafetensorsReader(FileReader):
             if name in self._identities:
                 raise SavedOverError(str(self.path), f"{name} of the earlier save is gone") from None
             raise
-        identity = identity_of(os.fstat(descriptor))
+        identity: tuple[object, ...] = identity_of(os.fstat(descriptor))
+        if isinstance(self.path, Location):
+            identity = self._stamps[name][:3] if name in self._stamps else ()
         if self._identities.setdefault(name, identity) != identity:
             raise SavedOverError(str(self.path), f"{name} was replaced")
         self.files.trim()
@@ -160,9 +206,16 @@ class SafetensorsReader(FileReader):
 
     def _forget(self) -> None:
         super()._forget()
-        self._identities: dict[str, tuple[int, ...]] = {}
+        self._identities: dict[str, tuple[object, ...]] = {}
+        self._stamps = {}
 
 
-def _stamp(path: Path) -> tuple[int, ...]:
-    """Changes with the names in a directory, and with a file."""
+def _folder_of(path: Location) -> Location:
+    return path.parent if path.name.endswith(".safetensors") else path
+
+
+def _stamp(path: Place) -> tuple[object, ...]:
+    """Changes with the names in a directory, and with a file; in a store with any object of the folder."""
+    if isinstance(path, Location):
+        return tuple(sorted((name, stamp.tag) for name, stamp in ObjectFolder(_folder_of(path)).stamps().items()))
     return identity_of(path.stat())
