@@ -199,7 +199,7 @@ def test_a_store_that_does_not_say(
 def test_a_commit_that_arrives_late(proxy: FaultProxy, url: str, number_of: Callable[[str], int]) -> None:
     """The store does not say in time, and commits after all."""
     save(1, url, no_dist=True)
-    slow = proxy.add(Fault("late", seconds=9), method="PUT", path=METADATA, matches={1})
+    slow = proxy.add(Fault("late", seconds=15), method="PUT", path=METADATA, matches={1})
     proxy.add(Fault("answer", status=500), method="PUT", path=METADATA)
     with pytest.raises(UnknownOutcomeError):
         save(2, url, no_dist=True)
@@ -281,7 +281,7 @@ def test_random_faults(
         )
         start = time.monotonic()
         told = run_world(world_size, in_store, faulty, save_or_say, url, number)
-        assert time.monotonic() - start < 60, "typed errors come within the deadline"
+        assert time.monotonic() - start < 120, "typed errors come within the deadline"
         proxy.remove(rule)
         proxy.wait_until_idle()
         found = number_of(url)
