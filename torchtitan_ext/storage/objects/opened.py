@@ -104,7 +104,7 @@ class OpenedObjects:
                     f"{self.directory}: .metadata names the file {name!r}, which is outside of the checkpoint"
                 )
             begin, content, num_bytes = self._end_of(name)
-            descriptor = os.memfd_create(name)
+            descriptor = os.memfd_create("torchtitan_ext")
             os.ftruncate(descriptor, num_bytes)
             os.pwrite(descriptor, content, begin)
             self._ends[name] = descriptor
