@@ -178,6 +178,15 @@ def test_a_store_that_takes_no_data(proxy: FaultProxy, url: str, number_of: Call
     assert number_of(url) == 1 and names_at(url) == before
 
 
+def test_a_failed_save_that_cannot_clean_up(proxy: FaultProxy, url: str, number_of: Callable[[str], int]) -> None:
+    save(1, url, no_dist=True)
+    proxy.add(Fault("answer", status=403), method="PUT", path=DATA)
+    proxy.add(Fault("cut_before", cut="reset"), method="POST")
+    with pytest.warns(UserWarning, match="stay for gc"), pytest.raises(CheckpointFailedError, match="PermissionError"):
+        save(2, url, no_dist=True)
+    assert number_of(url) == 1
+
+
 def test_a_store_that_does_not_say(
     proxy: FaultProxy, url: str, number_of: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

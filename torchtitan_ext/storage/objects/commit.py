@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from torchtitan_ext import _core
-from torchtitan_ext.errors import CheckpointFailedError, SaveInProgressError, UnknownOutcomeError, only_printed
+from torchtitan_ext.errors import CheckpointFailedError, SaveInProgressError, UnknownOutcomeError, only_printed, warn
 from torchtitan_ext.storage.checkpoint_files import DATA_SUFFIX, index_path, metadata_path
 from torchtitan_ext.storage.commit.commit import encode_index
 from torchtitan_ext.storage.commit.leftovers import save_id_of
@@ -102,13 +102,18 @@ class RunningObjectSave:
         return path, metadata
 
     def abandon(self) -> None:
-        """Deletes the files of a save that has failed on all ranks; none where ``.metadata`` may name them."""
+        """Deletes the files of a save that has failed on all ranks; none where ``.metadata`` may name them. What the
+        store does not let go stays, with a warning, for a clean-up."""
+        self._lease.stop()
         if self._may_be_committed:
-            self._lease.stop()
             return
-        own = [name for name in self._folder.stamps() if save_id_of(name) == self.place.save_id]
-        self._folder.delete(own)
-        self._lease.release()
+        try:
+            own = [name for name in self._folder.stamps() if save_id_of(name) == self.place.save_id]
+            self._folder.delete(own)
+            self._lease.release()
+        except OSError as error:
+            with only_printed():
+                warn(f"{self.place.target}: files of the failed save {self.place.save_id} stay for gc ({error})")
 
     def _put(self, name: str, content: bytes) -> None:
         """Puts ``.metadata`` until the store says that it has it, or another one.

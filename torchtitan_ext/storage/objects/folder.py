@@ -24,9 +24,9 @@ RETRY_SECONDS = 120
 
 _CLIENT_OPTIONS = ("allow_http", "allow_invalid_certificates", "connect_timeout", "proxy_url", "timeout", "user_agent")
 
-_MAX_ERROR_CHARACTERS = 300
+_MAX_ERROR_CHARACTERS = 600
 
-_MAX_LISTINGS = 3
+_MAX_TRIES = 3
 
 _DENIED = re.compile(r"status code: 40[13]\b")
 # What follows a question mark in a URL may be a signature.
@@ -164,27 +164,27 @@ class ObjectFolder:
         """Deletes objects; those that are gone already are no error."""
         with self.told(names[0] if names else ""):
             if names:
-                self._obstore.delete(self._store, list(names))
+                self._again(lambda: self._obstore.delete(self._store, list(names)))
 
     def stamps(self) -> dict[str, ObjectStamp]:
         """The objects right in the folder, by name."""
         with self.told(""):
-            listed = self._listed()
+            listed = self._again(lambda: self._obstore.list_with_delimiter(self._store))
             named = [(meta["path"].rpartition("/")[2], meta) for meta in listed["objects"]]
         return {name: _stamp(meta) for name, meta in named if name}  # without a name: the mark of an empty folder
 
     def folders(self) -> list[str]:
         """The names of the folders right in this one."""
         with self.told(""):
-            listed = self._listed()
+            listed = self._again(lambda: self._obstore.list_with_delimiter(self._store))
             return sorted(prefix.rstrip("/").rpartition("/")[2] for prefix in listed["common_prefixes"])
 
-    def _listed(self) -> Any:
-        """The answer to a listing, which obstore does not ask for again where the answer was cut."""
-        for _ in range(_MAX_LISTINGS - 1):
+    def _again(self, request: Callable[[], Any]) -> Any:
+        """The answer to a request that may be repeated, which obstore does not do where the connection was reset."""
+        for _ in range(_MAX_TRIES - 1):
             with suppress(self._obstore.exceptions.GenericError):
-                return self._obstore.list_with_delimiter(self._store)
-        return self._obstore.list_with_delimiter(self._store)
+                return request()
+        return request()
 
     @contextmanager
     def told(self, name: str) -> Iterator[None]:
@@ -202,10 +202,8 @@ class ObjectFolder:
         except ValueError as error:  # a name that no object can have
             raise OSError(errno.EINVAL, _text(error), place) from None
         except (errors.BaseError, OSError) as error:
-            text = _text(error)
-            if _DENIED.search(text):  # of listings
-                raise PermissionError(errno.EACCES, text, place) from None
-            raise OSError(errno.EIO, text, place) from None
+            code = errno.EACCES if _DENIED.search(str(error)) else errno.EIO  # of listings and parts
+            raise OSError(code, _text(error), place) from None
 
 
 def _client_options(scheme: str) -> dict[str, str]:
