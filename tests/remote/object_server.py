@@ -151,7 +151,7 @@ def start(weed: str, folder: Path, server: ObjectServer, ports: list[int]) -> "s
             stderr=log,
             cwd=folder,
             # Go collects garbage when the heap has doubled, unless it is told to stay below a limit.
-            env=os.environ | {"GOMEMLIMIT": "150MiB"},
+            env={"GOMEMLIMIT": "150MiB"} | os.environ,
             start_new_session=True,
         )
 
