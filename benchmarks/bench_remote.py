@@ -3,7 +3,7 @@
     python benchmarks/bench_remote.py --directory <in memory>
 
 A state has --gigabytes (of all processes together) in 120 tensors, DTensors cut by rows as FSDP2 does. Raw: each rank
-puts as many bytes as one object by obstore, in parts of 64 MiB, 2 at a time, and gets them again by ranges of 16 MiB,
+puts as many bytes as one object by obstore, in parts of 16 MiB, 8 at a time, and gets them again by ranges of 16 MiB,
 8 at a time, into its own memory: the sizes and numbers of ours. Contenders take turns, round by round; a time is the
 slowest process's, and a ratio is one of minima over the rounds, to the fastest raw way. Loads verify.
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 import torchtitan_ext as tte
 
 # What ours does per rank (torchtitan_ext/storage/objects): parts of a save, requests of a load.
-PART_BYTES, PARTS_AT_A_TIME = 64 << 20, 2
+PART_BYTES, PARTS_AT_A_TIME = 16 << 20, 8
 REQUEST_BYTES, REQUESTS_AT_A_TIME = 16 << 20, 8
 
 

@@ -10,18 +10,18 @@ from torchtitan_ext.storage.objects.folder import ObjectFolder
 _MAX_PARTS = 10_000
 """More parts no store takes of one object."""
 
-_LEAST_PART_BYTES = 64 << 20
-_PARTS_AT_A_TIME = 2
-
-# Of records that are packed and handed over at a time.
-_PACKED_BYTES = 8 << 20
+# What is on its way at a time: as many bytes as a load has, in as many requests. A part is hashed before its first byte
+# is sent, and few large parts come to their ends together, so that nothing is sent while the next ones are hashed.
+_LEAST_PART_BYTES = 16 << 20
+_BYTES_AT_A_TIME = 128 << 20
+_LEAST_PARTS_AT_A_TIME = 2
 
 
 class ObjectParts:
-    """Writes what a RecordWriter has queued to an object: one put if it is small, else parts of 64 MiB or more.
+    """Writes what a RecordWriter has queued to an object: one put if it is small, else parts of 16 MiB or more.
 
-    Takes memory for three parts. A failure leaves the object absent, or with a part of its bytes; its key belongs to
-    this save alone.
+    Takes memory for the parts on their way, 128 MiB, and for one more, which is packed meanwhile. A failure leaves the
+    object absent, or with a part of its bytes; its key belongs to this save alone.
 
     Args:
         records: Writes to memory.
@@ -32,13 +32,14 @@ class ObjectParts:
         self._records = records
         self._folder = folder
         self._name = name
-        part_bytes = max(_LEAST_PART_BYTES, 2 * num_bytes // _MAX_PARTS)
-        self._parts = folder.open_parts(name, part_bytes, _PARTS_AT_A_TIME)
+        self._part_bytes = max(_LEAST_PART_BYTES, 2 * num_bytes // _MAX_PARTS)
+        max_parts = max(_LEAST_PARTS_AT_A_TIME, _BYTES_AT_A_TIME // self._part_bytes)
+        self._parts = folder.open_parts(name, self._part_bytes, max_parts)
 
     def write_queued(self) -> None:
         while True:
             # New memory each time: the writer of parts does not copy it, and frees it when the store has it.
-            packed = np.empty(_PACKED_BYTES, dtype=np.uint8)
+            packed = np.empty(self._part_bytes, dtype=np.uint8)
             num_bytes = self._records.write_part(packed.ctypes.data, packed.nbytes)
             if num_bytes == 0:
                 return
