@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import torchtitan_ext as tte
+from torchtitan_ext.checkpoint.staging import child_process
 from torchtitan_ext.errors import (
     CheckpointFailedError,
     NoCheckpointError,
@@ -248,9 +249,12 @@ def test_a_run_that_grows_and_shrinks(run_world: Any, environment: dict[str, str
 
 
 def save_in_a_child(rank: int, world_size: int, url: str) -> None:
+    usual = child_process.START_METHOD
+    child_process.START_METHOD = "spawn"  # the server that forks for other tests does not know this store
     stager = tte.checkpoint.CpuStager(process=True)
     tte.async_save({"w": torch.arange(5.0), "step": 4}, url, stager=stager).result()
     stager.close()
+    child_process.START_METHOD = usual
 
 
 def test_a_save_of_a_child_process(run_world: Any, environment: dict[str, str], url: str) -> None:

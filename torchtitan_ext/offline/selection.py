@@ -12,6 +12,7 @@ from torchtitan_ext.offline.boxes import BoxReader, chunks_of, records_of
 from torchtitan_ext.offline.sources import FileSource
 from torchtitan_ext.offline.workers import Shares, divide
 from torchtitan_ext.storage.element_types import is_floating_point
+from torchtitan_ext.storage.location import Location
 from torchtitan_ext.storage.metadata.saved_state import KeyPath, SavedTensor
 
 # Empty dicts in lists have no keys, so that lists may have more members than keys; a larger position is damage.
@@ -126,8 +127,9 @@ class SelectedKeys:
         return sum(entry.num_bytes for entry in self.tensors.values())
 
     def divide(self, max_bytes: int, num_processes: int | None) -> Shares:
-        """Shares the copy between processes that hold at most ``max_bytes`` together."""
-        shares = divide(max_bytes, num_processes)
+        """Shares the copy between processes that hold at most ``max_bytes`` together. From an object store one process
+        reads, whose requests go side by side: what it has opened no fork of it can read."""
+        shares = divide(max_bytes, 1 if isinstance(self.source.path, Location) else num_processes)
         self.reader.files.thread_count = shares.num_threads
         return shares
 

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 from torchtitan_ext.errors import WorkerLostError
 from torchtitan_ext.storage.checkpoint_files import thread_count_of
-from torchtitan_ext.storage.objects.folder import uses_object_store
 from torchtitan_ext.storage.progress import OnBytes
 
 _Result = TypeVar("_Result")
@@ -31,15 +30,14 @@ def run_tasks(
 ) -> list[_Result]:
     """The results of ``task(number, progress)`` for all numbers. The first error ends all processes and is raised.
 
-    One process, or one task, runs in the calling process, as does all where an object store is in use, of which a fork
-    cannot read: its requests go side by side. Forked processes die with their parent, however it ends.
+    One process, or one task, runs in the calling process. Forked processes die with their parent, however it ends.
 
     Raises:
         WorkerLostError: A process was killed.
         RuntimeError: Several processes are asked for, but CUDA or a process group, which no fork survives, is in use.
     """
     num_processes = min(num_processes, num_tasks)
-    if num_processes <= 1 or uses_object_store():
+    if num_processes <= 1:
         return [task(number, progress) for number in range(num_tasks)]
     torch: Any = sys.modules.get("torch")
     if torch and (torch.cuda.is_initialized() or (dist := torch.distributed).is_available() and dist.is_initialized()):

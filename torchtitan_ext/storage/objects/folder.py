@@ -54,7 +54,7 @@ class _Process:
     """Whether this process can use ``obstore``: threads do its requests, which a fork does not take along."""
 
     def __init__(self) -> None:
-        self.is_used = self._is_forked = False
+        self._is_used = self._is_forked = False
         os.register_at_fork(after_in_child=self._note_fork)
 
     def check(self, location: Location) -> None:
@@ -62,18 +62,13 @@ class _Process:
         if self._is_forked:
             detail = "this process was forked from one that has used an object store; start it by spawn or forkserver"
             raise OSError(errno.EPERM, detail, str(location))
-        self.is_used = True
+        self._is_used = True
 
     def _note_fork(self) -> None:
-        self._is_forked = self.is_used
+        self._is_forked = self._is_used
 
 
 _process = _Process()
-
-
-def uses_object_store() -> bool:
-    """Whether this process has sent a request to an object store."""
-    return _process.is_used
 
 
 class ObjectFolder:
