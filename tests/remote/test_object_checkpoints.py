@@ -295,6 +295,18 @@ def test_commands(three_steps: str) -> None:
     assert [step["step"] for step in command("ls", three_steps)["steps"]] == [2, 3]
 
 
+def test_a_clean_up_of_a_damaged_step_removes_nothing(three_steps: str) -> None:
+    """Of two saves in one folder only ``.metadata`` says which is the checkpoint."""
+    url = f"{three_steps}/step-2"
+    assert len(left_at(url, -1)) == 1
+    ObjectFolder(Location(url)).put(".metadata", b"damaged")
+    before = sorted(ObjectFolder(Location(url)).stamps())
+    assert left_at(url, -1) == []
+    assert [step["state"] for step in command("ls", three_steps)["steps"]] == ["finished"] * 3
+    command("gc", three_steps, "--keep", "3", "--yes")
+    assert sorted(ObjectFolder(Location(url)).stamps()) == before
+
+
 def test_commands_that_read_a_checkpoint(url: str, tmp_path: Path) -> None:
     state = {"model": {"w": torch.arange(60.0).view(6, 10), "b": torch.ones(3)}, "step": 3}
     save(state, f"{url}/step-3", fingerprints=True)

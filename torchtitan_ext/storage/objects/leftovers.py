@@ -21,6 +21,7 @@ from datetime import datetime
 from typing import NamedTuple
 
 from torchtitan_ext import _core
+from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage.checkpoint_files import is_save_id
 from torchtitan_ext.storage.commit.leftovers import is_checkpoint_name, save_id_of
 from torchtitan_ext.storage.location import Location
@@ -42,7 +43,8 @@ class LeftSave(NamedTuple):
 
 
 def left_saves(step: Location, now: datetime, grace_seconds: float = GRACE_SECONDS) -> list[LeftSave]:
-    """The dead and replaced saves of which objects lie in the folder of a step. Deletes nothing.
+    """The dead and replaced saves of which objects lie in the folder of a step; none where ``.metadata`` is damaged,
+    since it does not say then which of them is the checkpoint. Deletes nothing.
 
     Args:
         now: The ``store_time``; for a listing the time of this machine will do.
@@ -52,7 +54,10 @@ def left_saves(step: Location, now: datetime, grace_seconds: float = GRACE_SECON
     """
     folder = ObjectFolder(step)
     found = folder.stamps()
-    current = save_of_metadata(folder)
+    try:
+        current = save_of_metadata(folder)
+    except DamagedCheckpointError:
+        return []
     by_save: dict[str, dict[str, ObjectStamp]] = {}
     for name, stamp in found.items():
         save_id = _owner_of(name)
@@ -104,11 +109,18 @@ def _owner_of(name: str) -> str | None:
 
 
 def save_of_metadata(folder: ObjectFolder) -> str | None:
-    """The save that is the checkpoint; ``None`` without one, or one of stock's."""
-    try:
-        meta = _core.read_metadata_pickle(folder.read(".metadata")).storage_meta
-    except FileNotFoundError:
+    """The save that is the checkpoint; ``None`` without one, or one of stock's.
+
+    Raises:
+        DamagedCheckpointError: ``.metadata`` cannot be read.
+    """
+    content = folder.content(".metadata")
+    if content is None:
         return None
+    try:
+        meta = _core.read_metadata_pickle(content).storage_meta
+    except (ValueError, OverflowError) as error:
+        raise DamagedCheckpointError(f"{folder.location / '.metadata'}: {error}") from None
     save_id = meta.get("save_id") if isinstance(meta, dict) else None
     return save_id if is_save_id(save_id) else None
 

@@ -7,6 +7,7 @@ from datetime import datetime, timezone
 from typing import NamedTuple
 
 from torchtitan_ext import _core
+from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage.checkpoint_files import index_path, shown
 from torchtitan_ext.storage.location import Location
 from torchtitan_ext.storage.objects.folder import ObjectFolder
@@ -67,12 +68,12 @@ def _listed(number: int, step: Location) -> ListedStep | None:
 
 
 def _index_head(folder: ObjectFolder) -> _core.Index | None:
-    """The head of the index of the checkpoint in a folder; ``None`` where it is one of stock's."""
-    save_id = save_of_metadata(folder)
-    if save_id is None:
-        return None
-    path = index_path(folder.location, None, save_id)
+    """The head of the index of the checkpoint in a folder; ``None`` where it is one of stock's, or damaged."""
     try:
+        save_id = save_of_metadata(folder)
+        if save_id is None:
+            return None
+        path = index_path(folder.location, None, save_id)
         return _core.parse_index_head(bytes(folder.read_range(path.name, 0, _HEAD_BYTES)[0]), shown(path))
-    except (OSError, ValueError):
+    except (DamagedCheckpointError, OSError, ValueError):
         return None
