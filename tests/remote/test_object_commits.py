@@ -201,6 +201,8 @@ def test_a_store_that_does_not_say(
     assert left_at(url, -1) == []
     monkeypatch.setattr(leftovers, "LEASE_SECONDS", -1.0)
     (left,) = left_at(url)
+    assert not remove_left_save(Location(url), left)
+    monkeypatch.setattr(leftovers, "FATE_SECONDS", -1.0)
     assert remove_left_save(Location(url), left)
     assert number_of(url) == 1 and names_at(url) == before
 
@@ -392,6 +394,28 @@ def test_a_save_that_was_taken_for_dead(
     assert number_of(url) == 1 and not any(".tte_save" in name for name in names_at(url))
 
 
+def test_a_save_that_wakes_up_in_its_clean_up(url: str, short_leases: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever of it is deleted already: it must not commit."""
+    save_id, store = "3f" * 16, ObjectFolder(Location(url))
+    saver = lease.Lease(store, save_id)
+    store.put(f"__0_{save_id}.distcp", b"part")
+    (left,) = left_at(url)
+    delete, num_refused = ObjectFolder.delete, 0
+
+    def delete_and_wake_up(self: ObjectFolder, names: list[str]) -> None:
+        nonlocal num_refused
+        delete(self, names)
+        with monkeypatch.context() as patch:
+            patch.setattr(ObjectFolder, "delete", delete)
+            with pytest.raises(SaveInProgressError, match="a clean-up"):
+                saver.decide()
+        num_refused += 1
+
+    monkeypatch.setattr(ObjectFolder, "delete", delete_and_wake_up)
+    assert remove_left_save(Location(url), left) and num_refused == 3
+    saver.stop()
+
+
 def test_a_save_that_has_decided_is_left_alone(
     url: str, number_of: Callable[[str], int], short_leases: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,7 +424,6 @@ def test_a_save_that_has_decided_is_left_alone(
 
     def sleep_too_long(self: Any, *args: Any) -> None:
         (left,) = left_at(url)
-        monkeypatch.setattr(leftovers, "LEASE_SECONDS", 900.0)
         assert not remove_left_save(Location(url), left)
         put(self, *args)
 

@@ -24,7 +24,10 @@ RENEW_SECONDS = 60.0
 
 LEASE_SECONDS = 900.0
 """A lease that was not renewed for so long has expired. No put of ``.metadata`` is tried for longer after a fate was
-created, so that an object which is twice as old has no save any more."""
+created."""
+
+FATE_SECONDS = 2 * LEASE_SECONDS
+"""The save of a fate that is older is gone, whatever it decided."""
 
 COMMIT = b"commit"
 ABANDONED = b"abandoned"

@@ -26,7 +26,7 @@ from torchtitan_ext.storage.checkpoint_files import is_save_id
 from torchtitan_ext.storage.commit.leftovers import is_checkpoint_name, save_id_of
 from torchtitan_ext.storage.location import Location
 from torchtitan_ext.storage.objects.folder import ConflictError, ObjectFolder, ObjectStamp
-from torchtitan_ext.storage.objects.lease import ABANDONED, COMMIT, LEASE_SECONDS, fate_name, lease_name
+from torchtitan_ext.storage.objects.lease import ABANDONED, COMMIT, FATE_SECONDS, LEASE_SECONDS, fate_name, lease_name
 
 GRACE_SECONDS = 3600.0
 """How long the objects of a replaced checkpoint stay for those that read it."""
@@ -80,14 +80,16 @@ def remove_left_save(step: Location, left: LeftSave) -> bool:
     except ConflictError:
         if folder.content(fate) == COMMIT and lease in left.names:
             stamp = folder.stamp(fate)
-            if stamp is not None and _seconds(stamp.put_at, store_time(step)) < 2 * LEASE_SECONDS:
+            if stamp is not None and _seconds(stamp.put_at, store_time(step)) < FATE_SECONDS:
                 return False
     # The save may have committed, and deleted lease and fate, since the folder was listed.
     if save_of_metadata(folder) == left.save_id:
         folder.delete([lease, fate])
         return False
     folder.delete([name for name in left.names if name not in (lease, fate)])
-    folder.delete([lease, fate])
+    # One after the other: a save that wakes up and finds no fate must not find its lease.
+    folder.delete([lease])
+    folder.delete([fate])
     return True
 
 
