@@ -134,7 +134,7 @@ def test_parts_of_a_large_object(url: str) -> None:
     state = {"w": torch.arange(40 << 20, dtype=torch.int32), "small": torch.ones(3)}
     save(state, url)
     stamp = ObjectFolder(Location(url)).stamps()[data_of(url)]
-    assert stamp.num_bytes > 160 << 20 and "-3" in (stamp.tag or ""), "one tag of three parts"
+    assert stamp.num_bytes > 160 << 20 and "-11" in (stamp.tag or ""), "one tag of eleven parts"
     found = loaded(state, url)
     assert torch.equal(found["w"], state["w"])
     assert torch.equal(loaded({"small": torch.empty(3)}, url)["small"], state["small"])
