@@ -156,9 +156,9 @@ def install(planners: bool = True, storage: bool = True, **options: Any) -> None
             options.
         storage: Where none is passed, or exactly a ``FileSystemWriter`` or ``FileSystemReader``: ours, with its path
             and options. A writer whose options ours lacks is left alone. So are URLs, but for those of object stores
-            that ``tte.save`` commits to. In place of a
-            ``HuggingFaceStorageReader`` and of a ``HuggingFaceStorageWriter`` with ``enable_consolidation``, or without
-            ``save_distributed``, ours read and write the final safetensors files.
+            that ``tte.save`` commits to. In place of a ``HuggingFaceStorageReader`` and of a
+            ``HuggingFaceStorageWriter`` with ``enable_consolidation``, or without ``save_distributed``, ours read and
+            write the final safetensors files.
         options: Of ``SavePlanner``, ``LoadPlanner``, ``FileWriter`` and ``FileReader``: see ``OPTIONS``. And
             ``on_error``, ``fallback``, ``retries`` and ``max_failures`` of ``tte.CheckpointManager``; a save that is
             only warned of returns ``None``.

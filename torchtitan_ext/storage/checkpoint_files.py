@@ -73,6 +73,11 @@ def shared_name(name: str) -> str | None:
     return name if _SHARED.fullmatch(name) else None if match is None else f"{match[1]}.0{DATA_SUFFIX}"
 
 
+def data_name(prefix: str, save_id: str) -> str:
+    """The name of a rank's file that no other save has."""
+    return f"{prefix}{save_id}{DATA_SUFFIX}"
+
+
 def kept_name(prefix: str, save_id: str) -> str:
     """The name of a rank's file of what has not changed."""
     return f"{prefix}{save_id}.1{DATA_SUFFIX}"

@@ -68,7 +68,7 @@ def is_in_object_store(path: str | os.PathLike[str]) -> bool:
 
     Other URLs go through DCP's storage for fsspec, which has neither commit nor checksums.
     """
-    return not is_local(path) and scheme_of(path) in _SCHEMES and has_obstore()
+    return names_object_store(path) and has_obstore()
 
 
 def is_plain_url(path: str | os.PathLike[str]) -> bool:

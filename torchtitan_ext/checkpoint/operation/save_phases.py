@@ -220,9 +220,7 @@ def save_values(
             writer.confirm = phases.confirm
         writer.finish(metadata=metadata, results=results)
         storage_meta = writer.storage_meta()
-        path = getattr(storage_meta, "checkpoint_id", None)
-        if isinstance(writer, _OURS) and not isinstance(writer, ObjectWriter):
-            path = writer.target
+        path = writer.target if isinstance(writer, _OURS) else getattr(storage_meta, "checkpoint_id", None)
         return SaveResult(
             str(path or type(writer).__name__),
             str(getattr(storage_meta, "save_id", "")),

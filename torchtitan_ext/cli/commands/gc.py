@@ -33,11 +33,11 @@ from torchtitan_ext.storage.runs.listing import (
 )
 from torchtitan_ext.storage.runs.object_runs import left_in_steps, list_object_steps, object_steps
 from torchtitan_ext.storage.runs.retention import (
-    object_steps_beyond,
     remove_empty_branches,
     remove_leftovers,
     remove_step,
     steps_beyond,
+    whole_beyond,
 )
 
 
@@ -92,34 +92,19 @@ def run(
             print_problem(f"what dead saves left stays: {error}")
     stuck = _not_removed(going, find_leftovers(run_dir, step_pattern)) if yes else []
     freed -= min(freed, sum(left.num_bytes for left in stuck))
-    if json:
-        print_json(
-            {
-                "path": str(run_dir),
-                "keep": keep,
-                "is_done": yes,
-                "kept": [_plain(listed[number]) for number in sorted(listed) if number not in old],
-                "removed": [_plain(listed[number]) for number in sorted(old)],
-                "abandoned": plain_leftovers(left_behind),
-                "leftovers": plain_leftovers(leftovers),
-                "freed_bytes": freed,
-                "not_removed": [str(left.path) for left in stuck],
-            }
-        )
-    else:
-        for left in stuck:
-            print_line(f"not removed: {left.path}")
-        print_line(f"freed {text_of_bytes(freed)}" if yes else f"{text_of_bytes(freed)} would be freed: --yes does it")
-    if stuck:
-        raise typer.Exit(DIFFERS)
+    told = {"path": str(run_dir), "keep": keep, "is_done": yes, **_of_steps(listed, old)}
+    told |= {"abandoned": plain_leftovers(left_behind), "leftovers": plain_leftovers(leftovers)}
+    _tell({**told, "freed_bytes": freed, "not_removed": [str(left.path) for left in stuck]}, json)
 
 
 def _collect_objects(run: Location, keep: int | None, yes: bool, pattern: str | None, json: bool) -> None:
     """The same of a run in an object store; without --keep only what dead and replaced saves left goes."""
     with refusing_wrong_usage():
-        listed = {step.step: step for step in list_object_steps(run, pattern)}
-    steps, left = object_steps(run, pattern), left_in_steps(run, pattern, store_time(run))
-    numbers = [] if keep is None else object_steps_beyond(run, keep, None, pattern)
+        steps = object_steps(run, pattern)
+    listed = {step.step: step for step in list_object_steps(steps)}
+    left = left_in_steps(steps, store_time(run))
+    finished = {number: steps[number] for number, step in listed.items() if step.state == "finished"}
+    numbers = [] if keep is None else whole_beyond(finished, keep)
     old = {number: steps[number] for number in numbers if listed[number].saver is None}
     freed = sum(listed[number].num_bytes for number in old)
     freed += sum(one.left.num_bytes for one in left if one.step not in old.values())
@@ -129,28 +114,32 @@ def _collect_objects(run: Location, keep: int | None, yes: bool, pattern: str | 
             remove_step(step)
         stuck = [str(step) for step in old.values() if remaining(step)]
         stuck += [str(one.step) for one in left if not remove_left_save(one.step, one.left)]
-    if json:
-        print_json(
-            {
-                "path": str(run),
-                "keep": keep,
-                "is_done": yes,
-                "kept": [_plain(listed[number]) for number in sorted(listed) if number not in old],
-                "removed": [_plain(listed[number]) for number in sorted(old)],
-                "leftovers": plain_left(left),
-                "freed_bytes": freed,
-                "not_removed": stuck,
-            }
-        )
-    else:
+    if not json:
         print_table(("step", "", "state", "bytes"), _rows(listed, old))
         for line in lines_left(left):
             print_line(line)
+    told = {"path": str(run), "keep": keep, "is_done": yes, **_of_steps(listed, old), "leftovers": plain_left(left)}
+    _tell({**told, "freed_bytes": freed, "not_removed": stuck}, json)
+
+
+def _tell(told: dict[str, Any], json: bool) -> None:
+    """Says what was removed, or would be. Exits with 1 where something stays that should not."""
+    stuck, freed = told["not_removed"], text_of_bytes(told["freed_bytes"])
+    if json:
+        print_json(told)
+    else:
         for place in stuck:
             print_line(f"not removed: {place}")
-        print_line(f"freed {text_of_bytes(freed)}" if yes else f"{text_of_bytes(freed)} would be freed: --yes does it")
+        print_line(f"freed {freed}" if told["is_done"] else f"{freed} would be freed: --yes does it")
     if stuck:
         raise typer.Exit(DIFFERS)
+
+
+def _of_steps(listed: Mapping[int, ListedStep], old: Container[int]) -> dict[str, Any]:
+    return {
+        "kept": [_plain(listed[number]) for number in sorted(listed) if number not in old],
+        "removed": [_plain(listed[number]) for number in sorted(listed) if number in old],
+    }
 
 
 def _rows(listed: Mapping[int, ListedStep], old: Container[int]) -> list[Sequence[object]]:

@@ -30,7 +30,7 @@ from torchtitan_ext.storage.runs.listing import (
     list_aside,
     list_steps,
 )
-from torchtitan_ext.storage.runs.object_runs import LeftInStep, left_in_steps, list_object_steps
+from torchtitan_ext.storage.runs.object_runs import LeftInStep, left_in_steps, list_object_steps, object_steps
 
 
 def run(run_dir: Run, step_pattern: StepNames = None, json: Json = False) -> None:
@@ -73,7 +73,8 @@ def run(run_dir: Run, step_pattern: StepNames = None, json: Json = False) -> Non
 def _list_objects(run: Location, pattern: str | None, json: bool) -> None:
     """The same of a run in an object store, of which there are no checkpoints of other formats."""
     with refusing_wrong_usage():
-        steps, left = list_object_steps(run, pattern), left_in_steps(run, pattern, datetime.now(timezone.utc))
+        folders = object_steps(run, pattern)
+    steps, left = list_object_steps(folders), left_in_steps(folders, datetime.now(timezone.utc))
     if json:
         rows = [step._asdict() for step in steps]
         print_json({"path": str(run), "steps": rows, "leftovers": plain_left(left)})

@@ -21,7 +21,7 @@ from torchtitan_ext.offline.sources import DcpSource, FileSource
 from torchtitan_ext.offline.workers import Shares, run_tasks
 from torchtitan_ext.storage.checkpoint_files import BLOCK_BYTES
 from torchtitan_ext.storage.commit.branch import remember_step
-from torchtitan_ext.storage.commit.commit import begin_save, notes_of_save
+from torchtitan_ext.storage.commit.commit import begin_save, encode_index, notes_of_save
 from torchtitan_ext.storage.element_types import ELEMENT_TYPES
 from torchtitan_ext.storage.metadata.saved_metadata import DCP_VERSION, WORLD_KEY
 from torchtitan_ext.storage.progress import OnBytes
@@ -144,7 +144,8 @@ def write_checkpoint(
         files = [file for file, _ in written if file is not None]
         save.check_names([file.name for file in files])
         content = plan.metadata(target, place.save_id, files)
-        save.commit_files(files, content, notes_of_save(plan.num_ranks), sync=sync)
+        index = encode_index(place.save_id, files, content, notes_of_save(plan.num_ranks), has_sums=False)
+        save.commit(index, content, sync=sync)
     except BaseException:
         save.abandon()
         raise

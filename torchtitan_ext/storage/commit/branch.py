@@ -26,6 +26,7 @@ from torchtitan_ext.storage.checkpoint_files import NO_METADATA, metadata_path, 
 from torchtitan_ext.storage.commit.commit import lock_path
 from torchtitan_ext.storage.commit.save_lock import SaveLock
 from torchtitan_ext.storage.commit.steps import has_finished, own_pattern, step_of, step_paths
+from torchtitan_ext.storage.location import Place
 
 Branch = Literal["set_aside", "keep", "error"]
 """What a save does about newer steps of its run: it sets them aside, leaves them as they are, or is refused."""
@@ -33,8 +34,8 @@ Branch = Literal["set_aside", "keep", "error"]
 ABANDONED = "abandoned"
 """The directory of a run for steps that were set aside. Trainers find no ``step-<number>`` in this name."""
 
-# The head of an index has the notes of the save: a few hundred bytes, and 20 for each step that it leaves behind.
-_HEAD_BYTES = 1 << 16
+HEAD_BYTES = 1 << 16
+"""The head of an index has the notes of the save: a few hundred bytes, and 20 for each step that it leaves behind."""
 
 # The step of each run that this process has loaded or saved last, by the run's directory: a save of the same step again
 # leaves nothing behind. Nothing else knows it: a load and a save have only the path in common.
@@ -69,7 +70,7 @@ def remember_step(path: Path) -> None:
     _last_names[str(real.parent)] = real.name
 
 
-def last_name(path: Path) -> str | None:
+def last_name(path: Place) -> str | None:
     """The name of the step that this process has loaded or saved last in the run of this one."""
     return _last_names.get(os.path.dirname(os.path.realpath(path)))
 
@@ -221,7 +222,7 @@ def locked(path: Path, save_id: str) -> Iterator[bool]:
 
 def _parsed_head(path: Path) -> _core.Index | None:
     with path.open("rb") as stream:
-        content = stream.read(_HEAD_BYTES)
+        content = stream.read(HEAD_BYTES)
         for more in (False, True):  # a save that leaves thousands of steps behind has more notes
             try:
                 return _core.parse_index_head(content + (stream.read() if more else b""), shown(path))

@@ -21,7 +21,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,8 +30,8 @@ from typing import Any
 from torchtitan_ext import __version__, _core
 from torchtitan_ext.errors import CheckpointFailedError, only_printed
 from torchtitan_ext.storage.checkpoint_files import (
-    DATA_SUFFIX,
     NO_METADATA,
+    data_name,
     index_path,
     metadata_path,
     safetensors_paths,
@@ -54,6 +54,7 @@ from torchtitan_ext.storage.commit.leftovers import (
     stage_path,
 )
 from torchtitan_ext.storage.commit.save_lock import SaveLock, read_lock, remove_dead_lock
+from torchtitan_ext.storage.location import Place
 
 # The coordinator makes the lock before any rank looks for it; some network file systems show it later.
 _SHOWN_SECONDS = 10.0
@@ -87,7 +88,7 @@ class SavePlace:
         return stage_path(self.target, self.save_id) if self.is_staged else self.target
 
     def data_name(self, prefix: str) -> str:
-        return f"{prefix}{self.save_id if self.is_named_by_id else '0'}{DATA_SUFFIX}"
+        return data_name(prefix, self.save_id if self.is_named_by_id else "0")
 
 
 class RunningSave:
@@ -168,26 +169,6 @@ class RunningSave:
             if raised is not None:
                 raise raised
         return final if metadata is None else path
-
-    def commit_files(
-        self,
-        files: Sequence[_core.RankFile],
-        metadata: bytes | None,
-        notes: Sequence[tuple[str, str]],
-        *,
-        tables: bytes = b"",
-        has_sums: bool = False,
-        sync: bool,
-        confirm: Callable[[], None] = lambda: None,
-    ) -> tuple[Path, bytes]:
-        """``commit`` with an index of the files of all ranks, and ``tables`` in it where they replace ``.metadata``.
-
-        Returns:
-            What ``commit`` does, and the bytes of the file at that path.
-        """
-        index = encode_index(self.place.save_id, files, metadata, notes, tables, has_sums=has_sums)
-        path = self.commit(index, metadata, sync=sync, confirm=confirm)
-        return path, index if metadata is None else metadata
 
     def abandon(self) -> None:
         """Removes the files of a save that has failed on all ranks; the target stays as it was. If the rename may have
@@ -273,12 +254,8 @@ def begin_save(
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_dir():
         raise NotADirectoryError(f"save: got a file, expected a directory: '{target}'")
-    weights = safetensors_paths(target) if target.is_dir() else []
-    if weights:
-        raise FileExistsError(
-            f"{target} holds {weights[0].name}, old weights that Hugging Face's libraries would open in place of this "
-            "checkpoint; save to another directory, or remove them first"
-        )
+    if target.is_dir():
+        refuse_old_weights(target, [path.name for path in safetensors_paths(target)])
     new_parents = make_directories(target.parent)
     lock_file = lock_path(target, rank)
     if lock_file.parent == target:
@@ -302,6 +279,16 @@ def begin_save(
         lock.release()
         raise
     return RunningSave(lock, place, rank, new_parents)
+
+
+def refuse_old_weights(target: Place, names: Iterable[str]) -> None:
+    """Raises FileExistsError if there are safetensors among the names of what is at a target."""
+    weights = min((name for name in names if name.endswith(".safetensors")), default=None)
+    if weights is not None:
+        raise FileExistsError(
+            f"{target} holds {weights}, old weights that Hugging Face's libraries would open in place of this "
+            "checkpoint; save to another directory, or remove them first"
+        )
 
 
 class NotSharedError(OSError, RuntimeError):

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,16 +95,13 @@ def read_header_and_notes(
     path: Place, descriptor: int | None = None
 ) -> tuple[dict[str, SafetensorsEntry], dict[str, str]]:
     """``read_header``, and the file's ``__metadata__``. Of an opened file if there is a descriptor."""
-    if descriptor is None:
-        with open(path, "rb") as opened:
-            return read_header_and_notes(path, opened.fileno())
-    status = os.fstat(descriptor)
+    status = Path(path).stat() if descriptor is None else os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         raise DamagedCheckpointError(f"{path} is no file")
     file_bytes = status.st_size
-    with os.fdopen(descriptor, "rb", closefd=False) as file:
-        file.seek(0)
-        header_bytes = int.from_bytes(file.read(8), "little")
+    with Path(path).open("rb") if descriptor is None else os.fdopen(descriptor, "rb", closefd=False) as file:
+        header_bytes = header_end(file.fileno()) - 8
+        file.seek(8)
         if header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
             text = f"a header of {header_bytes} bytes is announced, and {max(0, file_bytes - 8)} follow"
             raise DamagedCheckpointError(f"{path}: {text}")
@@ -122,6 +119,11 @@ def read_header_and_notes(
     entries = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].num_bytes)))
     _check_places(path, entries, 8 + header_bytes, file_bytes)
     return entries, notes
+
+
+def header_end(descriptor: int) -> int:
+    """Where the header of an opened file ends, as its first 8 bytes say: it may say more than there is."""
+    return 8 + int.from_bytes(os.pread(descriptor, 8, 0), "little")
 
 
 def _with_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -158,7 +160,14 @@ def find_weight_map(directory: Path) -> Path | None:
     """
     if not directory.is_dir():
         return None
-    return min(directory.glob(f"*{INDEX_SUFFIX}"), key=lambda path: (path.name != INDEX_NAME, path), default=None)
+    name = index_among(path.name for path in directory.glob(f"*{INDEX_SUFFIX}"))
+    return None if name is None else directory / name
+
+
+def index_among(names: Iterable[str]) -> str | None:
+    """The index among the names of a directory's files, by the rule of ``find_weight_map``."""
+    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    return min(indexes, key=lambda name: (name != INDEX_NAME, name), default=None)
 
 
 def read_weight_map(index: Place, content: bytes) -> dict[str, str]:

@@ -129,11 +129,9 @@ def verify_dcp(path: Place, *, is_deep: bool, on_bytes: OnBytes) -> Verdict:
         FileNotFoundError: There is neither ``.metadata`` nor an index that replaces it.
     """
     opened = open_checkpoint(path)
-    is_own = not {".metadata", ".tte_index"} & set(opened.names())
-    looks = [
-        DcpLook(opened, rank, is_deep, True, on_bytes)
-        for rank in (ranks_with_metadata(opened.names()) if is_own else [None])
-    ]
+    names = opened.names()
+    ranks = [None] if {".metadata", ".tte_index"} & set(names) else ranks_with_metadata(names)
+    looks = [DcpLook(opened, rank, is_deep, True, on_bytes) for rank in ranks]
     damages = [damage for look in looks for damage in look.damages()]
     damages += [look.lost_index for look in looks if look.lost_index is not None]
     unproved = sorted(set().union(*(look.unproved for look in looks))) if is_deep else []

@@ -35,7 +35,7 @@ from torchtitan_ext.storage.commit.branch import (
     remember_step,
     set_aside,
 )
-from torchtitan_ext.storage.commit.commit import SavePlace, begin_save, find_place, notes_of_save
+from torchtitan_ext.storage.commit.commit import SavePlace, begin_save, encode_index, find_place, notes_of_save
 from torchtitan_ext.storage.commit.steps import own_pattern
 from torchtitan_ext.storage.futures import finished
 from torchtitan_ext.storage.location import Place, is_local
@@ -78,17 +78,7 @@ class CommitsSaves(Protocol):
 
     def remove_unused(self, used: Collection[str]) -> None: ...
 
-    def commit_files(
-        self,
-        files: Sequence[_core.RankFile],
-        metadata: bytes | None,
-        notes: Sequence[tuple[str, str]],
-        *,
-        tables: bytes = b"",
-        has_sums: bool = False,
-        sync: bool,
-        confirm: Callable[[], None],
-    ) -> tuple[Place, bytes]: ...
+    def commit(self, index: bytes, metadata: bytes | None, *, sync: bool, confirm: Callable[[], None]) -> Place: ...
 
     def abandon(self) -> None: ...
 
@@ -172,8 +162,7 @@ class FileWriter(StorageWriter):
         if _extensions:
             detail = "none: they change the bytes of records, whose places this writer works out beforehand"
             raise _not_followed("_extensions", _extensions, detail)
-        self.path = Path(path)
-        self.target = self.path.absolute()
+        self._go_to(path)
         self.sync = sync if sync_files is None else sync_files
         self.overwrite = overwrite
         self.stock_metadata = stock_metadata
@@ -195,6 +184,10 @@ class FileWriter(StorageWriter):
         self._is_coordinator = False
         self._save: CommitsSaves | None = None
 
+    def _go_to(self, path: str | os.PathLike[str]) -> None:
+        self.path: Place = Path(path)
+        self.target: Place = self.path.absolute()
+
     def __getstate__(self) -> dict[str, Any]:
         # The save belongs to the process that holds its lock, and each copy saves under an id of its own.
         return {**vars(self), "_save": None, "_has_named_a_save": True, "confirm": ask_nobody}
@@ -202,8 +195,7 @@ class FileWriter(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.abandon()
         if checkpoint_id:
-            self.path = Path(checkpoint_id)
-            self.target = self.path.absolute()
+            self._go_to(checkpoint_id)
         self._last_name = last_name(self.target)
         self.save_id = uuid.uuid4().hex
         self._has_named_a_save = False
@@ -241,7 +233,9 @@ class FileWriter(StorageWriter):
         # Steps of other jobs that are saved meanwhile are none that this save leaves behind.
         self._place_at_begin = self._place()
         earlier = self._earlier()
-        save = begin_save(self.target, self.save_id, self._own_rank, names_have_id=self.fingerprints, earlier=earlier)
+        save = begin_save(
+            self._directory, self.save_id, self._own_rank, names_have_id=self.fingerprints, earlier=earlier
+        )
         self._save = save
         if earlier is not None and not save.place.is_staged:
             self.not_reused = f"{self.target} is written in place"
@@ -265,19 +259,13 @@ class FileWriter(StorageWriter):
         content = encode_metadata(metadata, files) if needs_metadata else None
         tables = b"" if needs_metadata else encode_tables(metadata, files)
         place = self._place_at_begin
-        path, content = self._save.commit_files(
-            files,
-            content,
-            notes_of_save(len(results)) + notes_of_place(place),
-            tables=tables,
-            has_sums=self.fingerprints,
-            sync=self.sync,
-            confirm=self.confirm,
-        )
+        notes = notes_of_save(len(results)) + notes_of_place(place)
+        index = encode_index(self.save_id, files, content, notes, tables, has_sums=self.fingerprints)
+        path = self._save.commit(index, content, sync=self.sync, confirm=self.confirm)
         self._save = None
         if isinstance(path, Path):
-            remember_step(self.target)
-            send_as_place(metadata, path, content)
+            remember_step(self._directory)
+            send_as_place(metadata, path, index if content is None else content)
         if place is not None and place.newer:
             with only_printed():
                 set_aside(place, self.save_id, sync=self.sync)
@@ -312,7 +300,7 @@ class FileWriter(StorageWriter):
         place = self._place_at_begin
         if place is not None and place.parent is not None:
             return place.parent
-        return latest_path(self.target.parent, own_pattern(self.target, self.step_pattern))
+        return latest_path(self._directory.parent, own_pattern(self._directory, self.step_pattern))
 
     def _place(self) -> PlaceInRun | None:
         """Where this save stands in its run as it begins; ``None`` where it leaves the other steps as they are.
@@ -322,7 +310,7 @@ class FileWriter(StorageWriter):
         """
         if self.branch == "keep" or not self.use_collectives:
             return None
-        place = place_in_run(self.target, self.step_pattern, self._last_name, self.beside)
+        place = place_in_run(self._directory, self.step_pattern, self._last_name, self.beside)
         if place is not None and place.newer and self.branch == "error":
             steps = [str(step.path) for step in reversed(place.newer)]
             detail = (
@@ -333,7 +321,13 @@ class FileWriter(StorageWriter):
         return place
 
     def _has_checkpoint(self, rank: int | None) -> bool:
-        return metadata_path(self.target, rank).exists() or index_path(self.target, rank).exists()
+        return metadata_path(self._directory, rank).exists() or index_path(self._directory, rank).exists()
+
+    @property
+    def _directory(self) -> Path:
+        """The target of a writer to a file system."""
+        assert isinstance(self.target, Path), f"{self.target} is no directory, please report"
+        return self.target
 
     @property
     def _own_rank(self) -> int | None:
@@ -342,7 +336,7 @@ class FileWriter(StorageWriter):
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> WrittenFiles | None:
         # Plans do not carry the save id: a cached plan would bring back an old one.
-        place = find_place(self.target, self.rank or 0, is_own=not self.use_collectives)
+        place = find_place(self._directory, self.rank or 0, is_own=not self.use_collectives)
         if not plan.items:
             return None
         items = values_first(plan.items)

@@ -10,11 +10,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import WrongValueError, warn
-from torchtitan_ext.storage.checkpoint_files import BLOCK_BYTES, thread_count_of
+from torchtitan_ext.storage.checkpoint_files import BLOCK_BYTES, data_name, thread_count_of
 from torchtitan_ext.storage.location import Location, is_in_object_store
 from torchtitan_ext.storage.native.file_writer import FilePrefix, FileWriter, tensor_bytes, values_first
 from torchtitan_ext.storage.native.shared_files import WrittenFiles
-from torchtitan_ext.storage.objects.commit import ObjectPlace, begin_object_save
+from torchtitan_ext.storage.objects.commit import begin_object_save
 from torchtitan_ext.storage.objects.folder import ObjectFolder
 from torchtitan_ext.storage.objects.parts import ObjectParts
 
@@ -56,13 +56,10 @@ class ObjectWriter(FileWriter):
                 f"ObjectWriter: got {os.fspath(url)!r}, expected a URL such as 's3://bucket/run/step-100'; install "
                 "torchtitan-ext[remote]"
             )
-        super().__init__("", thread_count=thread_count, overwrite=overwrite, fingerprints=fingerprints, branch="keep")
-        self.url = Location(url)
+        super().__init__(url, thread_count=thread_count, overwrite=overwrite, fingerprints=fingerprints, branch="keep")
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        super().reset()
-        if checkpoint_id:
-            self.url = Location(checkpoint_id)
+    def _go_to(self, path: str | os.PathLike[str]) -> None:
+        self.path = self.target = self._folder = Location(path)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if not self.use_collectives:
@@ -73,15 +70,15 @@ class ObjectWriter(FileWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.abandon()
-        save = begin_object_save(self.url, self.save_id)
+        save = begin_object_save(self._folder, self.save_id)
         self._save = save
         if save.replaces:
             if not self.overwrite:
                 self.abandon()
                 raise RuntimeError(
-                    f"Checkpoint already exists: {self.url} has a checkpoint; pass overwrite=True or another folder"
+                    f"Checkpoint already exists: {self.path} has a checkpoint; pass overwrite=True or another folder"
                 )
-            warn(f"the checkpoint in {self.url} is overwritten")
+            warn(f"the checkpoint in {self.path} is overwritten")
         return [
             dataclasses.replace(plan, storage_data=ObjectPrefix(f"__{rank}_", self.save_id))
             for rank, plan in enumerate(plans)
@@ -90,21 +87,21 @@ class ObjectWriter(FileWriter):
     def _write(self, plan: SavePlan, planner: SavePlanner) -> WrittenFiles | None:
         if not plan.items:
             return None
-        place = ObjectPlace(plan.storage_data.save_id, self.url)
-        name, items = place.data_name(plan.storage_data.prefix), values_first(plan.items)
-        path, num_threads = os.fsencode(self.url / name), thread_count_of(self.thread_count)
+        save_id = plan.storage_data.save_id
+        name, items = data_name(plan.storage_data.prefix, save_id), values_first(plan.items)
+        path, num_threads = os.fsencode(self._folder / name), thread_count_of(self.thread_count)
         records = _core.RecordWriter(path, BLOCK_BYTES, num_threads, False, to_memory=True)
-        parts = ObjectParts(ObjectFolder(self.url), name, records, tensor_bytes(items))
+        parts = ObjectParts(ObjectFolder(self._folder), name, records, tensor_bytes(items))
         try:
             self._write_records(records, parts.write_queued, items, planner)
-            return WrittenFiles([parts.finish(place.save_id, self.rank or 0)])
+            return WrittenFiles([parts.finish(save_id, self.rank or 0)])
         except BaseException:
             parts.abandon()
             raise
 
     @property
     def checkpoint_id(self) -> str:
-        return str(self.url)
+        return str(self.path)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

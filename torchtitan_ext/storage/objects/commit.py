@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 
-from torchtitan_ext import _core
 from torchtitan_ext.errors import CheckpointFailedError, SaveInProgressError, UnknownOutcomeError, only_printed, warn
-from torchtitan_ext.storage.checkpoint_files import DATA_SUFFIX, index_path, metadata_path
-from torchtitan_ext.storage.commit.commit import encode_index
+from torchtitan_ext.storage.checkpoint_files import index_path, metadata_path
+from torchtitan_ext.storage.commit.commit import refuse_old_weights
 from torchtitan_ext.storage.commit.leftovers import save_id_of
 from torchtitan_ext.storage.location import Location
 from torchtitan_ext.storage.objects.folder import ConflictError, ObjectFolder, ObjectStamp
@@ -29,17 +27,6 @@ COMMIT_SECONDS = 300.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0
 
 
-@dataclass(frozen=True)
-class ObjectPlace:
-    """Where the ranks of one save write."""
-
-    save_id: str
-    target: Location
-
-    def data_name(self, prefix: str) -> str:
-        return f"{prefix}{self.save_id}{DATA_SUFFIX}"
-
-
 class RunningObjectSave:
     """A save that has a lease in its folder. Only the coordinator has one; not collective.
 
@@ -47,12 +34,13 @@ class RunningObjectSave:
         replaced: The version of ``.metadata`` that the save replaces; ``None`` if there was none.
     """
 
-    def __init__(self, place: ObjectPlace, replaced: ObjectStamp | None) -> None:
-        self.place = place
+    def __init__(self, target: Location, save_id: str, replaced: ObjectStamp | None) -> None:
         self.replaces = replaced is not None
+        self._target = target
+        self._save_id = save_id
         self._replaced = replaced
-        self._folder = ObjectFolder(place.target)
-        self._lease = Lease(self._folder, place.save_id)
+        self._folder = ObjectFolder(target)
+        self._lease = Lease(self._folder, save_id)
         self._may_be_committed = False
 
     @property
@@ -61,28 +49,18 @@ class RunningObjectSave:
 
     def check_names(self, names: Sequence[str]) -> None:
         """Raises CheckpointFailedError if a rank wrote under the names of another save."""
-        marks = {name for name in names if save_id_of(name) != self.place.save_id}
+        marks = {name for name in names if save_id_of(name) != self._save_id}
         if marks:
             raise CheckpointFailedError("save", {0: f"{', '.join(sorted(marks))} belong to another save"})
 
     def remove_unused(self, used: Collection[str]) -> None:
         """Nothing: no file of an earlier checkpoint is shared."""
 
-    def commit_files(
-        self,
-        files: Sequence[_core.RankFile],
-        metadata: bytes | None,
-        notes: Sequence[tuple[str, str]],
-        *,
-        tables: bytes = b"",
-        has_sums: bool = False,
-        sync: bool,
-        confirm: Callable[[], None] = lambda: None,
-    ) -> tuple[Location, bytes]:
-        """Makes the files of all ranks the checkpoint; the arguments are those of ``RunningSave.commit_files``.
+    def commit(self, index: bytes, metadata: bytes | None, *, sync: bool, confirm: Callable[[], None]) -> Location:
+        """Makes the files of all ranks the checkpoint; the arguments are those of ``RunningSave.commit``.
 
         Returns:
-            The place of ``.metadata``, and its content.
+            The place of ``.metadata``.
 
         Raises:
             SaveInProgressError: Another save of this checkpoint committed first, or a clean-up took this one for dead.
@@ -90,16 +68,14 @@ class RunningObjectSave:
             OSError: The store refuses the requests. The checkpoint is as it was.
         """
         assert metadata is not None, "an object store commits by .metadata, please report"
-        target, save_id = self.place.target, self.place.save_id
-        index = encode_index(save_id, files, metadata, notes, tables, has_sums=has_sums)
-        self._folder.put(index_path(target, None, save_id).name, index)
+        self._folder.put(index_path(self._target, None, self._save_id).name, index)
         confirm()
         self._lease.decide()
-        path = metadata_path(target, None)
+        path = metadata_path(self._target, None)
         self._put(path.name, metadata)
         with only_printed():
             self._lease.release()
-        return path, metadata
+        return path
 
     def abandon(self) -> None:
         """Deletes the files of a save that has failed on all ranks; none where ``.metadata`` may name them. What the
@@ -108,12 +84,12 @@ class RunningObjectSave:
         if self._may_be_committed:
             return
         try:
-            own = [name for name in self._folder.stamps() if save_id_of(name) == self.place.save_id]
+            own = [name for name in self._folder.stamps() if save_id_of(name) == self._save_id]
             self._folder.delete(own)
             self._lease.release()
         except OSError as error:
             with only_printed():
-                warn(f"{self.place.target}: files of the failed save {self.place.save_id} stay for gc ({error})")
+                warn(f"{self._target}: files of the failed save {self._save_id} stay for gc ({error})")
 
     def _put(self, name: str, content: bytes) -> None:
         """Puts ``.metadata`` until the store says that it has it, or another one.
@@ -142,9 +118,9 @@ class RunningObjectSave:
                     return
                 if not _is_same(found, self._replaced):
                     self._may_be_committed = False
-                    raise SaveInProgressError(str(self.place.target), "another save, which has committed first", "")
+                    raise SaveInProgressError(str(self._target), "another save, which has committed first", "")
             if time.monotonic() > deadline:
-                raise UnknownOutcomeError(str(self.place.target), self.place.save_id, reason)
+                raise UnknownOutcomeError(str(self._target), self._save_id, reason)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -168,10 +144,5 @@ def begin_object_save(target: Location, save_id: str) -> RunningObjectSave:
         FileExistsError: The target holds safetensors.
     """
     folder = ObjectFolder(target)
-    weights = sorted(name for name in folder.stamps() if name.endswith(".safetensors"))
-    if weights:
-        raise FileExistsError(
-            f"{target} holds {weights[0]}, old weights that Hugging Face's libraries would open in place of this "
-            "checkpoint; save to another folder, or remove them first"
-        )
-    return RunningObjectSave(ObjectPlace(save_id, target), folder.stamp(metadata_path(target, None).name))
+    refuse_old_weights(target, folder.stamps())
+    return RunningObjectSave(target, save_id, folder.stamp(metadata_path(target, None).name))

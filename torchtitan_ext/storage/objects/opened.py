@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import TypeVar
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError, SavedOverError
@@ -19,6 +20,8 @@ from torchtitan_ext.storage.commit.leftovers import is_checkpoint_name
 from torchtitan_ext.storage.commit.opened import OpenedCheckpoint, has_footer
 from torchtitan_ext.storage.location import Location, Place
 from torchtitan_ext.storage.objects.folder import ObjectFolder, ObjectStamp
+
+_Item = TypeVar("_Item")
 
 # So many requests are under way at a time, of so many bytes each, or of one block: 128 MiB of memory. One connection of
 # a store brings 50 to 100 MB/s.
@@ -70,11 +73,10 @@ class OpenedObjects:
 
     def read_index(self, rank: int | None, save_id: str | None) -> tuple[Location, bytes | None]:
         path = index_path(self.directory, rank, save_id if is_save_id(save_id) else None)
-        try:
-            return path, self._folder.read(path.name)
-        except FileNotFoundError:
+        content = self._folder.content(path.name)
+        if content is None:
             self._check_not_saved_over(path.name)
-            return path, None
+        return path, content
 
     def hold(self, names: Iterable[str]) -> None:
         """Reads the ends of files for later reads.
@@ -82,10 +84,7 @@ class OpenedObjects:
         Raises:
             SavedOverError: Another save has replaced the checkpoint.
         """
-        missing = sorted(set(names) - self._ends.keys())[:_MAX_HELD]
-        if missing:
-            with ThreadPoolExecutor(min(len(missing), _MAX_REQUESTS)) as pool:
-                list(pool.map(self.descriptor, missing))
+        _side_by_side(self.descriptor, sorted(set(names) - self._ends.keys())[:_MAX_HELD])
 
     def trim(self) -> None:
         for name in list(self._ends)[:-_MAX_HELD]:
@@ -138,9 +137,7 @@ class OpenedObjects:
         def fetch(part: tuple[int, int]) -> None:
             os.pwrite(descriptor, self._range(name, *part), part[0])
 
-        if ranges:
-            with ThreadPoolExecutor(min(len(ranges), _MAX_REQUESTS)) as pool:
-                list(pool.map(fetch, ranges))
+        _side_by_side(fetch, ranges)
 
     def has(self, file: _core.RankFile) -> bool:
         """Whether a rank file is there with the footer that the index describes."""
@@ -159,10 +156,13 @@ class OpenedObjects:
             num_threads: For files of a disk; requests wait for the network, and there are always ``_MAX_REQUESTS``.
         """
         requests = runs.requests(verify, _GAP_BYTES, _REQUEST_BYTES)
+
+        def take(number: int) -> None:
+            file, begin, end = requests[number]
+            runs.take(number, self._range(names[file], begin, end))
+
         try:
-            if requests:
-                with ThreadPoolExecutor(min(len(requests), _MAX_REQUESTS)) as pool:
-                    list(pool.map(partial(self._take, runs, names, requests), range(len(requests))))
+            _side_by_side(take, range(len(requests)))
         finally:
             damaged = runs.finish()
         return damaged
@@ -174,12 +174,6 @@ class OpenedObjects:
                 name: stamp.num_bytes for name, stamp in self._folder.stamps().items() if is_checkpoint_name(name)
             }
         return self._sizes
-
-    def _take(
-        self, runs: _core.RunReader, names: Sequence[str], requests: Sequence[tuple[int, int, int]], number: int
-    ) -> None:
-        file, begin, end = requests[number]
-        runs.take(number, self._range(names[file], begin, end))
 
     def _range(self, name: str, begin: int, end: int) -> bytes:
         try:
@@ -218,6 +212,13 @@ class OpenedObjects:
     def _check_not_saved_over(self, missing: str) -> None:
         if self._metadata is not None and not self._metadata.is_version(self._folder.stamp(self._metadata_name)):
             raise SavedOverError(str(self.directory), f"{missing} of the earlier save is gone")
+
+
+def _side_by_side(request: Callable[[_Item], object], items: Sequence[_Item]) -> None:
+    """Calls a function for each item, several at a time; raises what the first of them raises."""
+    if items:
+        with ThreadPoolExecutor(min(len(items), _MAX_REQUESTS)) as pool:
+            list(pool.map(request, items))
 
 
 Opened = OpenedCheckpoint | OpenedObjects

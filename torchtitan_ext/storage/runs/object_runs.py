@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import NamedTuple
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage.checkpoint_files import index_path, shown
+from torchtitan_ext.storage.commit.branch import HEAD_BYTES
 from torchtitan_ext.storage.location import Location
 from torchtitan_ext.storage.objects.folder import ObjectFolder
 from torchtitan_ext.storage.objects.leftovers import (
@@ -19,9 +21,6 @@ from torchtitan_ext.storage.objects.leftovers import (
 )
 from torchtitan_ext.storage.runs.listing import ListedStep, world_size_of
 from torchtitan_ext.storage.runs.remote_steps import remote_steps
-
-# The head of an index has the notes of the save.
-_HEAD_BYTES = 1 << 16
 
 
 class LeftInStep(NamedTuple):
@@ -37,15 +36,15 @@ def object_steps(run: Location, pattern: str | None = None) -> dict[int, Locatio
     return {number: Location(url) for number, url in sorted({**steps.unfinished, **steps.finished}.items())}
 
 
-def list_object_steps(run: Location, pattern: str | None = None) -> list[ListedStep]:
-    """As ``list_steps``. Lists the folder of each step, and reads its ``.metadata`` and the head of its index."""
-    listed = [_listed(number, step) for number, step in object_steps(run, pattern).items()]
+def list_object_steps(steps: Mapping[int, Location]) -> list[ListedStep]:
+    """As ``list_steps``, of ``object_steps``. Lists each folder, and reads ``.metadata`` and the head of its index."""
+    listed = [_listed(number, step) for number, step in steps.items()]
     return [step for step in listed if step is not None]
 
 
-def left_in_steps(run: Location, pattern: str | None, now: datetime) -> list[LeftInStep]:
-    """What dead and replaced saves left in the steps of a run; ``now`` as for ``left_saves``."""
-    return [LeftInStep(step, left) for step in object_steps(run, pattern).values() for left in left_saves(step, now)]
+def left_in_steps(steps: Mapping[int, Location], now: datetime) -> list[LeftInStep]:
+    """What dead and replaced saves left in ``object_steps``; ``now`` as for ``left_saves``."""
+    return [LeftInStep(step, left) for step in steps.values() for left in left_saves(step, now)]
 
 
 def _listed(number: int, step: Location) -> ListedStep | None:
@@ -74,6 +73,6 @@ def _index_head(folder: ObjectFolder) -> _core.Index | None:
         if save_id is None:
             return None
         path = index_path(folder.location, None, save_id)
-        return _core.parse_index_head(bytes(folder.read_range(path.name, 0, _HEAD_BYTES)[0]), shown(path))
+        return _core.parse_index_head(bytes(folder.read_range(path.name, 0, HEAD_BYTES)[0]), shown(path))
     except (DamagedCheckpointError, OSError, ValueError):
         return None

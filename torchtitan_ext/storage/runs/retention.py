@@ -90,8 +90,8 @@ def old_steps(saved: Place, keep: Keep, pattern: str | None = None) -> Sequence[
     run = saved.parent if isinstance(saved, Location) else Path(os.path.abspath(saved)).parent
     try:
         if isinstance(run, Location):
-            old = object_steps_beyond(run, keep.newest, own, pattern)
-            return [url for number, url in old.items() if not keep.for_good(number)]
+            urls = {number: Location(url) for number, url in remote_steps(str(run), pattern).finished.items()}
+            return [urls[number] for number in whole_beyond(urls, keep.newest, own) if not keep.for_good(number)]
         paths = step_paths(run, pattern)
         beyond = steps_beyond(run, keep.newest, own, pattern)
         return [paths[number] for number in beyond if not keep.for_good(number)]
@@ -113,17 +113,12 @@ def steps_beyond(run: Path, keep: int, own: int | None = None, pattern: str | No
     paths = step_paths(run, pattern)
     abandoned = abandoned_steps(item for item in paths.items() if has_finished(item[1]))
     living = {number: path for number, path in paths.items() if path not in abandoned}
-    return [number for number in _beyond(living, keep, own) if _may_go(paths[number])]
+    return [number for number in whole_beyond(living, keep, own) if _may_go(paths[number])]
 
 
-def object_steps_beyond(run: Location, keep: int, own: int | None, pattern: str | None) -> dict[int, Location]:
-    """As ``steps_beyond``, of the finished steps of a run in an object store."""
-    urls = {number: Location(url) for number, url in remote_steps(str(run), pattern).finished.items()}
-    return {number: urls[number] for number in _beyond(urls, keep, own)}
-
-
-def _beyond(steps: Mapping[int, Place], keep: int, own: int | None) -> list[int]:
-    """The steps older than the ``keep`` newest whole ones, newest first."""
+def whole_beyond(steps: Mapping[int, Place], keep: int, own: int | None = None) -> list[int]:
+    """Of these steps the numbers of those that are older than the ``keep`` newest whole ones, newest first; ``own`` as
+    for ``steps_beyond``."""
     num_whole = 0
     old: list[int] = []
     below = {number for number in steps if own is None or number <= own}
@@ -136,8 +131,10 @@ def _beyond(steps: Mapping[int, Place], keep: int, own: int | None) -> list[int]
 
 
 def _may_go(path: Path) -> bool:
-    ours, others = ([], []) if path.is_symlink() else checkpoint_names(path)
-    return not path.is_symlink() and bool(ours or not others) and not ranks_with_metadata(ours)
+    if path.is_symlink():
+        return False
+    ours, others = checkpoint_names(path)
+    return bool(ours or not others) and not ranks_with_metadata(ours)
 
 
 def remove_step(path: Place) -> None:

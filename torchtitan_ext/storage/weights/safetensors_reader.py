@@ -22,11 +22,11 @@ from torchtitan_ext.storage.commit.opened import OpenedCheckpoint, identity_of
 from torchtitan_ext.storage.formats.detect import format_of
 from torchtitan_ext.storage.formats.plain_files import PlainFiles
 from torchtitan_ext.storage.formats.safetensors_files import (
-    INDEX_NAME,
-    INDEX_SUFFIX,
     MAX_HEADER_BYTES,
     ChunkRecord,
     find_safetensors,
+    header_end,
+    index_among,
     read_weight_map,
     tensors_in_files,
 )
@@ -151,8 +151,7 @@ class SafetensorsReader(FileReader):
         self._stamps = folder.stamps()
         if folder.location != self.path:
             return tensors_in_files(folder.location, [self.path.name], None, self._descriptor_with_header)
-        indexes = [name for name in self._stamps if name.endswith(INDEX_SUFFIX)]
-        index = min(indexes, key=lambda name: (name != INDEX_NAME, name), default=None)
+        index = index_among(self._stamps)
         weight_map = None if index is None else read_weight_map(self.path / index, folder.read(index))
         names = [name for name in self._stamps if name.endswith(".safetensors")]
         return tensors_in_files(self.path, names, weight_map, self._descriptor_with_header)
@@ -164,9 +163,9 @@ class SafetensorsReader(FileReader):
         file_bytes = os.fstat(descriptor).st_size
         begin = min(file_bytes, _HEAD_BYTES)
         opened.bring_ranges(name, [(0, begin)])
-        header_end = 8 + int.from_bytes(os.pread(descriptor, 8, 0), "little")
-        if begin < header_end <= min(file_bytes, MAX_HEADER_BYTES):
-            opened.bring_ranges(name, [(begin, header_end)])
+        end = header_end(descriptor)
+        if begin < end <= min(file_bytes, MAX_HEADER_BYTES):
+            opened.bring_ranges(name, [(begin, end)])
         return descriptor
 
     def _check_single(self, found: Mapping[str, list[ChunkRecord]]) -> None:
