@@ -8,7 +8,7 @@ raises OverflowError.
 import enum
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -119,10 +119,17 @@ class MetadataColumns:
     def num_keys(self) -> int: ...
     @property
     def num_parts(self) -> int: ...
+    @property
+    def num_chunks(self) -> int:
+        """Of all keys; a value counts as one."""
     def names_of_keys(self) -> list[str]: ...
     def find_key(self, fqn: str, /) -> int | None: ...
     def key(self, number: int, /) -> TensorKey | None:
         """``None`` for a value that is no tensor."""
+    def is_tensor(self, fqn: str) -> bool | None:
+        """``None`` where there is no such key."""
+    def list_of(self, fqn: str) -> int | None:
+        """The number of a tensor's chunk list; ``None`` where there is no such tensor."""
     def chunk_list(self, number: int, /) -> list[tuple[_Sizes, _Sizes]]: ...
     def chunk_index(self, number: int, /) -> ChunkIndex:
         """The same chunk list, sorted."""
@@ -581,6 +588,77 @@ class RunReader:
         """The boxes of the last ``read`` of which a finite number has become infinite by its cast, with one such number
         of each."""
 
+def queue_items(
+    records: RecordWriter,
+    items: list[Any],
+    first: int,
+    max_bytes: int,
+    tensors: dict[str, Any],
+    boxes: dict[tuple[str, _Sizes], _HeldBox],
+    takes_sums: bool,
+) -> int:
+    """Queues the records of write items from ``first`` on, up to about ``max_bytes``, or to the first item whose tensor
+    is not at hand.
+
+    Args:
+        tensors: By key the tensor of the CPU, in plain memory, of which an item writes a box.
+        boxes: By key and offsets where that box lies in the tensor, and its sizes.
+
+    Returns:
+        The position behind the last item that was queued.
+    """
+
+class AddedRows:
+    """What ``ReadList.add`` did.
+
+    Attributes:
+        end: One past the last row.
+        num_bytes: That were added.
+        left: What was not: the position of each item, and its record.
+    """
+
+    @property
+    def end(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def left(self) -> list[tuple[int, int, int, StoredTensor | None]]: ...
+
+class ReadList:
+    """The read items of a rank with their records, by files in the order of their first items. ``byte_io`` is the type
+    of items that are values and no tensors.
+
+    Attributes:
+        files: Their names.
+        lost: The position of the first item that has no record, or one that an extension of DCP has changed.
+        num_bytes: That the items want, without gaps.
+    """
+
+    @overload
+    def __init__(self, items: list[Any], byte_io: object, columns: MetadataColumns) -> None: ...
+    @overload
+    def __init__(self, items: list[Any], byte_io: object, records: list[Any]) -> None: ...
+    @property
+    def files(self) -> list[str]: ...
+    @property
+    def lost(self) -> int | None: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def records(self, file: int) -> dict[int, int]:
+        """The records of tensors in a file: their sizes by their offsets."""
+    def set_tensors(self, file: int, tensors: dict[int, StoredTensor]) -> None:
+        """The plain tensors in a file's records, by the offsets of these."""
+    def num_rows(self, file: int) -> int: ...
+    def in_file_order(self) -> list[int]:
+        """Positions of items as their records lie in the files, by name; those without a record come first."""
+    def touch(self, runs: RunReader, number: int, file: int) -> None:
+        """Adds what the items want of a file, for ``RunReader.touch`` alone: no memory is named."""
+    def add(
+        self, runs: RunReader, number: int, file: int, first: int, max_bytes: int, targets: dict[str, Any]
+    ) -> AddedRows:
+        """Adds rows of a file, of about ``max_bytes``. By key ``targets`` has tensors of the CPU in plain memory: items
+        fill boxes of them; others are left, as are elements that the reader cannot cast."""
+
 def has_cast(stored_dtype: str, dtype: str) -> bool:
     """Whether ``add_box`` casts elements of a dtype to another one."""
 
@@ -879,6 +957,9 @@ def held_writes(names: Sequence[list[str]], entries: dict[str, Any]) -> Writes:
 
 def written_boxes(entry: Any, steps: Sequence[_Step]) -> tuple[_HeldBox, ...]:
     """What a rank writes of a tensor that is its part; a tensor without elements is one box."""
+
+def find_saved_alike(entries: dict[str, Any], columns: MetadataColumns) -> set[str]:
+    """The keys of tensors that are saved with the shape and the dtype of their ``KeyEntry``."""
 
 class Unfilled:
     """A tensor of which the saved chunks do not hold, once, all that the rank wants; counts elements."""

@@ -30,6 +30,18 @@ inline std::string to_utf8(const pybind11::handle& text) {
   return std::string(static_cast<std::string_view>(pybind11::reinterpret_steal<pybind11::bytes>(encoded)));
 }
 
+// The inverse of to_tuple.
+inline core::Sizes to_sizes(const pybind11::handle& numbers) {
+  const auto tuple = pybind11::reinterpret_borrow<pybind11::tuple>(numbers);
+  if (!PyTuple_Check(numbers.ptr())) throw pybind11::type_error("expected a tuple of numbers");
+  core::Sizes sizes(tuple.size());
+  for (size_t dim = 0; dim < sizes.size(); ++dim) {
+    sizes[dim] = PyLong_AsLongLong(PyTuple_GET_ITEM(numbers.ptr(), static_cast<Py_ssize_t>(dim)));
+    if (sizes[dim] == -1 && PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
+  }
+  return sizes;
+}
+
 inline pybind11::tuple to_tuple(std::span<const int64_t> numbers) {
   pybind11::tuple result(numbers.size());
   for (size_t index = 0; index < numbers.size(); ++index) result[index] = pybind11::int_(numbers[index]);

@@ -16,6 +16,7 @@
 #include "bindings/items.h"
 #include "bindings/metadata.h"
 #include "bindings/plan.h"
+#include "bindings/plan_items.h"
 #include "bindings/reports.h"
 #include "bindings/shared_reads.h"
 #include "bindings/storage.h"
@@ -221,6 +222,7 @@ PYBIND11_MODULE(_core, module) {
   torchtitan_ext::bindings::register_index_order(module);
   register_transfer(module);
   torchtitan_ext::bindings::define_items(module);
+  torchtitan_ext::bindings::define_plan_items(module);
   torchtitan_ext::bindings::define_transforms(module);
   torchtitan_ext::bindings::define_shared_reads(module);
 }

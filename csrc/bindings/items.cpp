@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -14,6 +15,7 @@
 #include "bindings/reports.h"
 #include "core/boxes.h"
 #include "core/check.h"
+#include "core/metadata_columns.h"
 #include "core/write_plan.h"
 
 namespace py = pybind11;
@@ -185,6 +187,31 @@ Writes held_writes(const Names& names, const py::dict& entries) {
   return written;
 }
 
+// The keys of tensors that are saved with the shape and the dtype of their entries.
+py::set find_saved_alike(const py::dict& entries, const MetadataColumns& columns) {
+  struct Form {
+    bool is_tensor = false;
+    uint32_t sizes = HashedNumbers::kNone;
+    std::optional<uint32_t> dtype;
+  };
+  EntryTypes types;
+  std::unordered_map<PyObject*, Form> forms;  // keys that are held alike share their entry
+  py::set alike;
+  for (const auto& [fqn, entry] : entries) {
+    const auto [form, is_new] = forms.try_emplace(entry.ptr());
+    if (is_new && types.of(entry) == EntryType::kTensor) {
+      const std::string dtype = py::str(entry.attr("dtype")).attr("removeprefix")("torch.").cast<std::string>();
+      form->second = {true, columns.sizes.find(entry.attr("report").attr("global_shape").cast<Sizes>()),
+                      columns.names.find(dtype)};
+    }
+    const uint32_t number = form->second.is_tensor ? columns.find_key(to_utf8(fqn)) : HashedNumbers::kNone;
+    if (number == HashedNumbers::kNone) continue;
+    const SavedKey& key = columns.keys()[number];
+    if (key.is_tensor && key.sizes == form->second.sizes && key.dtype == form->second.dtype) alike.add(fqn);
+  }
+  return alike;
+}
+
 // Keys that are held alike, and were saved alike.
 struct ReadAlike {
   py::object entry;  // its address, and that of the list, stay their own
@@ -330,6 +357,7 @@ void define_items(py::module_& module) {
         return to_boxes(written_chunks(entry, &order));
       },
       py::arg("entry"), py::arg("steps"));
+  module.def("find_saved_alike", &find_saved_alike, py::arg("entries"), py::arg("columns"));
   py::class_<Unfilled>(module, "Unfilled")
       .def_readonly("fqn", &Unfilled::fqn)
       .def_readonly("num_wanted", &Unfilled::num_wanted)

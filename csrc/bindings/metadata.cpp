@@ -213,6 +213,26 @@ std::optional<TensorKey> key_at(const MetadataColumns& columns, size_t number) {
       key.strides == SavedKey::kNoStrides ? py::object(py::none()) : to_tuple(columns.strides[key.strides])};
 }
 
+// Nothing where there is no such key.
+std::optional<bool> is_tensor(const MetadataColumns& columns, const py::str& fqn) {
+  const uint32_t number = columns.find_key(to_utf8(fqn));
+  return number == HashedNumbers::kNone ? std::nullopt : std::optional(columns.keys()[number].is_tensor);
+}
+
+// The number of a tensor's chunk list; nothing where there is no such tensor.
+std::optional<uint32_t> list_of(const MetadataColumns& columns, const py::str& fqn) {
+  const uint32_t number = columns.find_key(to_utf8(fqn));
+  if (number == HashedNumbers::kNone || !columns.keys()[number].is_tensor) return std::nullopt;
+  return columns.keys()[number].chunk_list;
+}
+
+// Of all keys; a value counts as one.
+size_t num_chunks(const MetadataColumns& columns) {
+  size_t sum = 0;
+  for (const SavedKey& key : columns.keys()) sum += key.is_tensor ? columns.chunk_lists()[key.chunk_list].size() : 1;
+  return sum;
+}
+
 py::list chunk_list_at(const MetadataColumns& columns, size_t number) {
   if (number >= columns.chunk_lists().size()) throw py::index_error("there is no such chunk list");
   py::list chunks;
@@ -520,9 +540,12 @@ void define_metadata(py::module_& module) {
           py::arg("fqn"))
       .def_property_readonly("num_keys", [](const MetadataColumns& self) { return self.keys().size(); })
       .def_property_readonly("num_parts", [](const MetadataColumns& self) { return self.parts().size(); })
+      .def_property_readonly("num_chunks", &num_chunks)
       .def("names_of_keys", &names_of_keys)
       .def("find_key",
            [](const MetadataColumns& self, const py::str& fqn) { return found(self.find_key(to_utf8(fqn))); })
+      .def("is_tensor", &is_tensor, py::arg("fqn"))
+      .def("list_of", &list_of, py::arg("fqn"))
       .def("key", &key_at)
       .def("chunk_list", &chunk_list_at)
       .def("chunk_index", &chunk_index_at)

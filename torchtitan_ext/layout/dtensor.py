@@ -195,7 +195,10 @@ class Describer:
     def describe(self, fqn: str, tensor: torch.Tensor) -> ShardReport | Problem:
         """The report on a tensor of which this rank holds a part (``is_on_mesh``), or why there can be none."""
         if not isinstance(tensor, DTensor):
-            return ShardReport(global_shape=tuple(tensor.shape), local_sizes=tuple(tensor.shape))
+            shape = tuple(tensor.shape)
+            if shape not in self._known:
+                self._known[shape] = ShardReport(global_shape=shape, local_sizes=shape)
+            return self._known[shape]
         spec = tensor._spec
         local_sizes, shard_order = tensor._local_tensor.shape, getattr(spec, "shard_order", None)
         # Not the placements themselves: not all have a hash, and a _StridedShard may equal a Shard.

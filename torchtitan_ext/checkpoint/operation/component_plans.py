@@ -44,7 +44,8 @@ from torchtitan_ext.errors import (
     Problem,
     Remedy,
 )
-from torchtitan_ext.state.nested import Path, flat_keys
+from torchtitan_ext.layout.wrapper import parts_of
+from torchtitan_ext.state.nested import Path, consists_of_tensors, nested_members
 from torchtitan_ext.storage import FileReader
 from torchtitan_ext.storage.futures import result_of
 from torchtitan_ext.storage.metadata.saved_metadata import recorded_path
@@ -176,14 +177,16 @@ def sort_components(
     rules = policy or ElasticPolicy()
     carried = {}
     for key, component in state_dict.items():
+        if isinstance(component, torch.Tensor):
+            components.values[key] = component
+            continue
         at(str(key))
         action = rules.component_action(str(key))
         if action == "reshard" and is_stateful(component) and can_reshard(component):
             action = rules.object_action(str(key))
-        if not isinstance(component, torch.Tensor):
-            plan = ComponentPlan(action, position_class="" if can_reshard(component) else position_class(component))
-            for plans in components.plans:
-                plans[str(key)] = plan
+        plan = ComponentPlan(action, position_class="" if can_reshard(component) else position_class(component))
+        for plans in components.plans:
+            plans[str(key)] = plan
         if not is_stateful(component):
             components.values[key] = component
         elif action in ("reset", "omit"):
@@ -351,7 +354,10 @@ def _check_samples(components: Components) -> None:
 
 def world_of(values: Mapping[str, Any], size: int) -> World:
     """The ranks, and the axes of the meshes in a state dict."""
-    meshes = {tensor.device_mesh for tensor in flat_keys(values).values.values() if isinstance(tensor, DTensor)}
+    meshes = set()
+    for value in nested_members(values):
+        parts = parts_of(value).values() if consists_of_tensors(value) else (value,)
+        meshes |= {part.device_mesh for part in parts if isinstance(part, DTensor)}
     return World(size, _core.axes_of([(mesh.shape, mesh.mesh_dim_names) for mesh in meshes]))
 
 

@@ -30,6 +30,7 @@ from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.layout.dtensor import local_tensor
 from torchtitan_ext.layout.layout import Box, Steps, candidate_steps, shard_of
 from torchtitan_ext.layout.wrapper import why_not_cut
+from torchtitan_ext.storage.metadata.lazy_metadata import columns_behind
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,10 @@ def read_items(reads: _core.Reads) -> list[ReadItem]:
 def in_file_order(items: list[ReadItem], metadata: Metadata) -> list[ReadItem]:
     """As they lie in the files, where the metadata says: readers then go forward."""
     places = metadata.storage_data
+    columns = columns_behind(places)
+    if columns is not None:
+        order = _core.ReadList(items, LoadItemType.BYTE_IO, columns).in_file_order()
+        return [items[position] for position in order]
     if not isinstance(places, Mapping):
         return items
 

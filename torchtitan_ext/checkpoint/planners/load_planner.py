@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
@@ -66,11 +66,12 @@ from torchtitan_ext.errors import (
     refusal,
     warn,
 )
-from torchtitan_ext.layout.dtensor import box_of, local_tensor
+from torchtitan_ext.layout.dtensor import box_of, is_plain_memory, local_tensor
 from torchtitan_ext.layout.layout import LayoutRules, ShardOrder, Steps
 from torchtitan_ext.state.nested import FlatStateDict, Path, materialize_meta, on_devices_of, set_value
 from torchtitan_ext.state.plain_value import DamagedBytesError, NotPlain, NotPlainError, check_classes, read_value
 from torchtitan_ext.storage.metadata.dcp_objects import SavedChunks
+from torchtitan_ext.storage.metadata.lazy_metadata import is_saved_tensor
 from torchtitan_ext.storage.native.file_reader import ForeseenPlan
 
 
@@ -183,10 +184,10 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def why_unproved(self, fqn: str) -> str | None:
         """Why the fingerprint of a loaded key cannot be that of the saved one; ``None`` where it must be."""
-        saved = self.metadata.state_dict_metadata[self.rules.source.saved_name(fqn)]
         if overrides(self, LoadPlanner, "lookup_tensor", "transform_tensor", "resolve_tensor", "commit_tensor"):
             return f"{type(self).__name__} fills it by methods of its own"
-        if not isinstance(saved, TensorStorageMetadata) or fqn in self._numbers:
+        saved = self.metadata.state_dict_metadata
+        if not is_saved_tensor(saved, self.rules.source.saved_name(fqn)) or fqn in self._numbers:
             return NO_TENSOR
         return None
 
@@ -303,6 +304,15 @@ class LoadPlanner(DefaultLoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
 
+    def local_targets(self, fqns: Iterable[str]) -> dict[str, torch.Tensor]:
+        """The local tensors that storage fills without ``resolve_tensor``; see ``HasLocalTargets``."""
+        if overrides(self, LoadPlanner, "lookup_tensor", "transform_tensor", "resolve_tensor", "commit_tensor"):
+            return {}
+        entries = self.wanted.entries
+        known = (fqn for fqn in fqns if lies_in_local(entries.get(fqn)) and fqn not in self._numbers)
+        targets = {fqn: local_tensor(self.state_dict[fqn]) for fqn in known}
+        return {fqn: one for fqn, one in targets.items() if one.is_cpu and is_plain_memory(one)}
+
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Places numbers that were saved as tensors; other targets are filled, since ``resolve_tensor`` gave views."""
         fqn = read_item.dest_index.fqn
@@ -404,6 +414,6 @@ class LoadPlanner(DefaultLoadPlanner):
         return read_items(self._reads({})) if self._shows_items else []
 
     def _chunk_list(self, fqn: str) -> _core.ChunkIndex:
-        saved = self.metadata.state_dict_metadata[self._saved_names.get(fqn, fqn)]
-        assert isinstance(saved, TensorStorageMetadata)
-        return self._saved_chunks.of(saved)
+        chunks = self._saved_chunks.find(self.metadata, self._saved_names.get(fqn, fqn))
+        assert chunks is not None, f"{fqn} is planned as a tensor and not saved as one, please report"
+        return chunks

@@ -62,8 +62,8 @@ from torchtitan_ext.state.host_copies import packed_on_device
 from torchtitan_ext.state.nested import flat_keys
 from torchtitan_ext.storage.formats.safetensors_files import OWN_NOTES
 from torchtitan_ext.storage.metadata.saved_metadata import WORLD_KEY
-from torchtitan_ext.storage.native.file_writer import FilePrefix
-from torchtitan_ext.storage.raw_tensor import dtype_name
+from torchtitan_ext.storage.native.file_writer import FilePrefix, LocalSources
+from torchtitan_ext.storage.raw_tensor import dtype_name, raw_memory
 from torchtitan_ext.storage.weights.layout import dtype_problems, name_problems, value_problem
 from torchtitan_ext.storage.weights.writer import StagedWeights, WeightsMeta
 
@@ -270,6 +270,18 @@ class SavePlanner(DefaultSavePlanner):
         # Our writers pack many of them at once.
         is_packed_later = isinstance(self.plan.storage_data, (FilePrefix, StagedWeights))
         return value if isinstance(value, io.BytesIO) or is_packed_later else packed_on_device(value)
+
+    def local_sources(self, items: Sequence[WriteItem]) -> LocalSources:
+        """The local tensors that storage writes without ``resolve_data``; see ``HasLocalSources``."""
+        tensors = {}
+        if not overrides(self, SavePlanner, "resolve_data", "lookup_object", "transform_object"):
+            for fqn in {item.index.fqn for item in items}:
+                entry = self._table.entries.get(fqn)
+                if lies_in_local(entry) and num_elements(entry.global_shape) > 0:
+                    local = local_tensor(self.state_dict[fqn])
+                    if local.is_cpu and raw_memory(local) is local:
+                        tensors[fqn] = local
+        return LocalSources(tensors, self._boxes)
 
     def expect_requests(self, num_more: int) -> None:
         """Storage will call ``resolve_data`` so many times more than it said before; at first once for each item."""

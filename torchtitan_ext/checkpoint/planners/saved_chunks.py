@@ -15,7 +15,7 @@ from torchtitan_ext.dcp_private import StorageInfo
 from torchtitan_ext.errors import Problem
 from torchtitan_ext.storage.formats.safetensors_files import files_with_key
 from torchtitan_ext.storage.metadata.dcp_objects import SavedChunks
-from torchtitan_ext.storage.metadata.lazy_metadata import LazyDict
+from torchtitan_ext.storage.metadata.lazy_metadata import LazyDict, columns_behind
 from torchtitan_ext.storage.metadata.saved_state import lost_problem, version_problems
 
 
@@ -26,12 +26,9 @@ def cover_problems(
     problems = []
     known: dict[tuple[int, int], Problem | None] = {}  # thousands of keys may share a list
     for key, of_class in agreement.agreed_keys.items():
-        fqn, kind = agreement.names[key], agreement.kinds[of_class]
-        saved = metadata.state_dict_metadata[wanted[fqn]]
-        if kind.is_object or not isinstance(saved, TensorStorageMetadata):
-            continue
-        index = chunks.of(saved)
-        if index.covers(kind.global_shape):
+        fqn = agreement.names[key]
+        index = None if agreement.kinds[of_class].is_object else chunks.find(metadata, wanted[fqn])
+        if index is None:
             continue
         if (id(index), of_class) not in known:
             known[id(index), of_class] = _cover_problem(fqn, agreement, of_class, index)
@@ -41,6 +38,8 @@ def cover_problems(
 
 
 def _cover_problem(fqn: str, agreement: Agreement, of_class: int, index: _core.ChunkIndex) -> Problem | None:
+    if index.covers(agreement.kinds[of_class].global_shape):
+        return None
     # A checkpoint of use_collectives=False has metadata per rank: all that this rank wants must be there.
     if agreement.world.num_ranks == 1 and agreement.world.is_filled(of_class, index):
         return None
@@ -65,8 +64,11 @@ def storage_problems(metadata: Metadata, fqns: Iterable[str]) -> list[Problem]:
         for path in outside
     ]
     # Counting is cheap; every chunk is looked for only where the numbers do not match.
-    saved = metadata.state_dict_metadata
-    num_chunks = sum(len(one.chunks) if isinstance(one, TensorStorageMetadata) else 1 for one in saved.values())
+    saved, columns = metadata.state_dict_metadata, columns_behind(metadata.state_dict_metadata)
+    if columns is not None:
+        num_chunks = columns.num_chunks
+    else:
+        num_chunks = sum(len(one.chunks) if isinstance(one, TensorStorageMetadata) else 1 for one in saved.values())
     return problems if num_chunks == len(entries) else problems + _lost_problems(sorted(fqns), saved, entries)
 
 

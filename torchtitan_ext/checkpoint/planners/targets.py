@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.rules.casts import FLOATS, CastPolicy, cast_problem, kind_of_number
 from torchtitan_ext.checkpoint.rules.load_rules import LoadRules, WhyNotRead
 from torchtitan_ext.checkpoint.rules.policy import Source
@@ -30,6 +31,7 @@ from torchtitan_ext.layout.dtensor import describes_itself, holds_wrapper, local
 from torchtitan_ext.layout.layout import ShardReport
 from torchtitan_ext.layout.wrapper import parts_of, why_not_materialized, why_not_whole
 from torchtitan_ext.state.nested import FlatStateDict, Path, flat_keys, holds_shards
+from torchtitan_ext.storage.metadata.lazy_metadata import columns_behind, is_saved_tensor
 
 
 def flatten_targets(
@@ -41,7 +43,7 @@ def flatten_targets(
     """
 
     def is_saved_whole(fqn: str) -> bool:
-        return isinstance(saved.get(source.saved_name(fqn)), BytesStorageMetadata)
+        return is_saved_tensor(saved, source.saved_name(fqn)) is False
 
     def is_wrapper_whole(fqn: str, wrapper: torch.Tensor) -> bool:
         """As in the checkpoint; where the checkpoint lacks it, as we would save it."""
@@ -80,7 +82,13 @@ def fit_targets(
 ) -> FittedTargets:
     """Compares each target with the saved value of its key."""
     fitted = FittedTargets({}, {}, {}, {}, [])
+    columns = None if rules.source.rename else columns_behind(metadata.state_dict_metadata)
+    alike = set() if columns is None else _core.find_saved_alike(dict(table.entries), columns)
+    loads_all = rules.loads_all
     for fqn, entry in table.entries.items():
+        if fqn in alike and loads_all and not targets[fqn].is_meta and not may_overlap_itself(targets[fqn]):
+            fitted.wanted[fqn] = entry
+            continue
         if not rules.is_loaded(fqn, is_tensor=not isinstance(entry, ObjectEntry)):
             fitted.not_read[fqn] = "left"
             continue

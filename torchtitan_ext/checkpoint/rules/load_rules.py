@@ -70,6 +70,13 @@ class LoadRules:
     values_first: bool = False
     is_alone: bool = True
 
+    @property
+    def loads_all(self) -> bool:
+        """Whether ``is_loaded`` holds for every key: nothing is chosen or left out."""
+        policy = self.policy
+        takes_all = "*" in self.source.include and not self.source.exclude and not self.earlier
+        return takes_all and (policy is None or (not policy.actions and policy.default not in ("omit", "reset")))
+
     def selects(self, fqn: str, component: str) -> bool:
         """Whether a flat key of the state dict comes from this checkpoint."""
         chosen = self.source.selects(fqn, component)

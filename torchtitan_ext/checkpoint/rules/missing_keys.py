@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 from torchtitan_ext.checkpoint.rules.load_rules import MODEL, ComponentPlan, JointRequest, component_of
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source
@@ -21,6 +21,7 @@ from torchtitan_ext.checkpoint.tables.component import PER_RANK, family_of, how_
 from torchtitan_ext.errors import MAX_NAMED, Problem, Remedy, named
 from torchtitan_ext.errors.near_names import CLOSE, names_hint, nearest_glob, nearest_name
 from torchtitan_ext.layout.layout import LayoutRules, canonical_fqn
+from torchtitan_ext.storage.metadata.lazy_metadata import is_saved_tensor
 from torchtitan_ext.storage.metadata.saved_metadata import recorded_path
 
 # A message proposes no rename with more entries.
@@ -258,7 +259,7 @@ def common_glob(fqn: str, affected: Sequence[str], others: Collection[str]) -> s
 
 def _is_tensor_at_top(fqn: str, metadata: Metadata) -> bool:
     is_at_top = len(recorded_path(metadata.planner_data, fqn) or ()) == 1
-    return is_at_top and isinstance(metadata.state_dict_metadata[fqn], TensorStorageMetadata)
+    return is_at_top and bool(is_saved_tensor(metadata.state_dict_metadata, fqn))
 
 
 def unexpected_problems(unexpected: Sequence[str], missing: Sequence[str]) -> list[Problem]:

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal
 
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
 from torchtitan_ext._core import find_option_gaps
 from torchtitan_ext.checkpoint.rules.data_positions import position_problems
 from torchtitan_ext.checkpoint.rules.load_rules import MODEL, UNTOUCHED, ComponentPlan, JointRequest, component_of
@@ -38,6 +36,7 @@ from torchtitan_ext.checkpoint.tables.agreement import Agreement
 from torchtitan_ext.checkpoint.tables.component import PER_RANK, World, saved_world, unclaimed_problems
 from torchtitan_ext.errors import Problem, differing, named
 from torchtitan_ext.layout.layout import LayoutRules
+from torchtitan_ext.storage.metadata.lazy_metadata import is_saved_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -228,8 +227,7 @@ def build_report(
     settled = {*gaps.dropped, *(gaps.fillable if is_asked_for else ())}
     missing = [fqn for fqn in absent if fqn not in settled]
     loaded = Counter(
-        component_of(fqn, components, is_tensor=isinstance(saved.get(name), TensorStorageMetadata))
-        for fqn, name in wanted.items()
+        component_of(fqn, components, is_tensor=bool(is_saved_tensor(saved, name))) for fqn, name in wanted.items()
     )
     for name in loaded:
         components.setdefault(name, ComponentPlan(policy.component_action(name), is_top=name == MODEL))

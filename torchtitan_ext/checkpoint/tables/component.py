@@ -14,13 +14,14 @@ from functools import singledispatch
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from torchtitan_ext.errors import CannotReshardError, Problem, Remedy
 from torchtitan_ext.layout.world import World as World
 from torchtitan_ext.state.nested import nested_members
+from torchtitan_ext.storage.metadata.lazy_metadata import is_saved_tensor
 from torchtitan_ext.storage.metadata.saved_metadata import WORLD_KEY as WORLD_KEY
 from torchtitan_ext.storage.metadata.saved_metadata import recorded_world
 
@@ -175,8 +176,8 @@ def unclaimed_problems(
 ) -> list[Problem]:
     """Entries that each rank keeps for itself, of which this load wants some and would silently drop the others."""
     families: dict[str, list[str]] = {}
-    for fqn, saved in metadata.state_dict_metadata.items():
-        if isinstance(saved, BytesStorageMetadata) and (family := family_of(fqn)) != fqn:
+    for fqn in metadata.state_dict_metadata:  # a lazy mapping: no entries are made
+        if (family := family_of(fqn)) != fqn and not is_saved_tensor(metadata.state_dict_metadata, fqn):
             families.setdefault(family, []).append(fqn)
     problems = []
     for family, members in families.items():

@@ -329,9 +329,10 @@ def _describe_tensor(
     reasons: dict[Any, str | None],
 ) -> TensorEntry | BoxesEntry | Problem:
     """The entry of a tensor, the same object for tensors that share a report, which the entry keeps alive."""
-    if has_own_boxes(value):
+    is_bare = type(value) in (torch.Tensor, torch.nn.Parameter) and not value.__dict__
+    if not is_bare and has_own_boxes(value):
         return _describe_own_boxes(fqn, value)
-    if describes_itself(value):
+    if not is_bare and describes_itself(value):
         chunks = create_chunk_list(value)
         boxes = tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks)
         return BoxesEntry(tuple(value.size()), value.dtype, boxes, bool(getattr(value, "requires_grad", False)))
@@ -339,7 +340,8 @@ def _describe_tensor(
     reason = why_not_whole(local, reasons) if is_wrapper(local) else why_not_dense(local)
     if reason is not None:
         return Problem("unsupported_tensor", fqn, reason)
-    report = _why_not_plain_to_stock(fqn, value) or describer.describe(fqn, value)
+    unknown = None if is_bare else _why_not_plain_to_stock(fqn, value)
+    report = unknown or describer.describe(fqn, value)
     if isinstance(report, Problem):
         return report
     alike = (id(report), value.dtype, value.requires_grad)
@@ -350,8 +352,7 @@ def _describe_tensor(
 
 def _why_not_plain_to_stock(fqn: str, value: torch.Tensor) -> Problem | None:
     """Refuses what the installed torch takes for shards where we see a plain tensor: it may know more descriptions."""
-    is_bare = type(value) in (torch.Tensor, torch.nn.Parameter) and not value.__dict__
-    if is_bare or isinstance(value, DTensor):
+    if isinstance(value, DTensor):
         return None
     chunks = create_chunk_list(value)
     if [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks] == [((0,) * value.dim(), tuple(value.shape))]:

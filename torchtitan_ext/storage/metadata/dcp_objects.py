@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 from torchtitan_ext import _core
 from torchtitan_ext.dcp_private import StorageInfo
 from torchtitan_ext.storage.checkpoint_files import Record
-from torchtitan_ext.storage.metadata.lazy_metadata import LazyDict
+from torchtitan_ext.storage.metadata.lazy_metadata import columns_behind
 from torchtitan_ext.storage.metadata.saved_state import SavedState, SavedTensor, state_in
 from torchtitan_ext.storage.raw_tensor import dtype_name
 
@@ -31,6 +31,18 @@ class SavedChunks:
     def __init__(self) -> None:
         self._by_identity: dict[int, tuple[list[ChunkStorageMetadata], _core.ChunkIndex]] = {}
         self._by_content: dict[bytes, _core.ChunkIndex] = {}
+        self._by_number: dict[int, _core.ChunkIndex] = {}
+
+    def find(self, metadata: Metadata, fqn: str) -> _core.ChunkIndex | None:
+        """The chunk list of a key of a metadata, always the same one; ``None`` where it is no tensor."""
+        columns = columns_behind(metadata.state_dict_metadata)
+        if columns is None:
+            saved = metadata.state_dict_metadata.get(fqn)
+            return self.of(saved) if isinstance(saved, TensorStorageMetadata) else None
+        number = columns.list_of(fqn)
+        if number is not None and number not in self._by_number:
+            self._by_number[number] = columns.chunk_index(number)
+        return None if number is None else self._by_number[number]
 
     def of(self, saved: TensorStorageMetadata) -> _core.ChunkIndex:
         known = self._by_identity.get(id(saved.chunks))
@@ -44,8 +56,9 @@ class SavedChunks:
 
 def state_of(metadata: Metadata) -> SavedState:
     """What DCP's metadata describes."""
-    if isinstance(metadata.state_dict_metadata, LazyDict) and metadata.state_dict_metadata.columns is not None:
-        return state_in(metadata.state_dict_metadata.columns, metadata.planner_data)
+    columns = columns_behind(metadata.state_dict_metadata)
+    if columns is not None:
+        return state_in(columns, metadata.planner_data)
     chunks = SavedChunks()
     entries = {
         fqn: SavedTensor(dtype_name(saved.properties.dtype), tuple(saved.size), chunks.of(saved))

@@ -7,7 +7,7 @@ entries makes them all; from then on the mapping is an ordinary dict.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, KeysView
+from collections.abc import Callable, Iterator, KeysView, Mapping
 from dataclasses import fields
 from typing import Any, Protocol, TypeVar
 
@@ -251,6 +251,20 @@ class _Parts:
         if part.transforms is None:
             return StorageInfo(part.path, part.offset, part.num_bytes)
         return StorageInfo(part.path, part.offset, part.num_bytes, part.transforms)
+
+
+def columns_behind(mapping: object) -> _core.MetadataColumns | None:
+    """The columns of a mapping of metadata, which are asked without making its entries; ``None`` of a plain dict."""
+    return mapping.columns if isinstance(mapping, LazyDict) else None
+
+
+def is_saved_tensor(entries: Mapping[str, Entry], fqn: str) -> bool | None:
+    """Whether a key is a tensor; ``None`` where there is none."""
+    columns = columns_behind(entries)
+    if columns is not None:
+        return columns.is_tensor(fqn)
+    saved = entries.get(fqn)
+    return None if saved is None else isinstance(saved, TensorStorageMetadata)
 
 
 def lazy_entries(columns: _core.MetadataColumns) -> LazyDict[str, Entry]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from torchtitan_ext.storage.commit.branch import remember_step
 from torchtitan_ext.storage.commit.opened import Footers
 from torchtitan_ext.storage.futures import finished
 from torchtitan_ext.storage.location import is_plain_url, place_at
-from torchtitan_ext.storage.metadata.lazy_metadata import PROPERTIES
+from torchtitan_ext.storage.metadata.lazy_metadata import PROPERTIES, columns_behind
 from torchtitan_ext.storage.metadata.metadata_file import metadata_of
 from torchtitan_ext.storage.metadata.saved_metadata import SavedMetadata, read_index_beside, read_without_index
 from torchtitan_ext.storage.native.device_buckets import bucket_bytes_of
@@ -225,8 +223,11 @@ class FileReader(VerifiedFiles, StorageReader):
         self._mark = None
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        records = self._records_of(plan.items)
-        total = functools.partial(_wanted_bytes, records)
+        reads = self._list(plan.items)
+
+        def total() -> int:
+            return reads.num_bytes
+
         with progress("load, rank 0", is_coordinator=self._is_coordinator, total_bytes=total, in_logs=False) as advance:
 
             def count(num_bytes: int) -> None:
@@ -234,39 +235,40 @@ class FileReader(VerifiedFiles, StorageReader):
                 advance(num_bytes)
 
             batch = ReadBatch(planner, self, count, lambda: bucket_bytes_of(total()))
-            for item, record in records:
-                batch.add(item, record)
+            batch.add_list(plan.items, reads)
             batch.finish()
 
     def _foreseen_blocks(self, items: Sequence[ReadItem]) -> bytes:
         """The ledger of the blocks that a read of these items touches; empty where a file is not as it should be."""
         self._blocks = _core.BlockLedger()
         try:
-            for name, of_file in groupby(self._records_of(items), key=lambda pair: pair[1].file):
+            reads = self._list(items)
+            for file, name in enumerate(reads.files):
                 runs = _core.RunReader()
-                file = self.open_file(runs, name)
-                for item, record in of_file:
-                    tensor = record.tensor
-                    if tensor is None or not tensor.is_row_major:
-                        runs.add_bytes(file, record.offset, record.num_bytes, 0)
-                    else:
-                        runs.add_box(file, tensor, item.storage_offsets, item.lengths, 0, tensor.strides)
+                reads.touch(runs, self.open_file(runs, name), file)
                 runs.touch()
         except (_core.FormatError, UnicodeDecodeError, OSError, ValueError):
             self._blocks = _core.BlockLedger()
             return b""  # the read says what is wrong
         return self.describe_blocks()
 
-    def _records_of(self, items: Sequence[ReadItem]) -> list[tuple[ReadItem, Record]]:
-        """The items with their records, file by file in the order of their first items."""
-        tensors = [item.storage_index for item in items if item.type != LoadItemType.BYTE_IO]
-        found = iter(self.find_records(tensors))
-        by_file: dict[str, list[tuple[ReadItem, Record]]] = {}
-        for item in items:
-            is_value = item.type == LoadItemType.BYTE_IO
-            record = Record(*self._place_of(item.storage_index), None) if is_value else next(found)
-            by_file.setdefault(record.file, []).append((item, record))
-        return [pair for of_file in by_file.values() for pair in of_file]
+    def _list(self, items: Sequence[ReadItem]) -> _core.ReadList:
+        """The items with their records."""
+        columns = columns_behind(self.storage_data)
+        if columns is None:
+            tensors = [item.storage_index for item in items if item.type != LoadItemType.BYTE_IO]
+            found = iter(self.find_records(tensors))
+            records = [
+                Record(*self._place_of(item.storage_index), None) if item.type == LoadItemType.BYTE_IO else next(found)
+                for item in items
+            ]
+            return _core.ReadList(list(items), LoadItemType.BYTE_IO, records)
+        reads = _core.ReadList(list(items), LoadItemType.BYTE_IO, columns)
+        if reads.lost is not None:
+            self._place_of(items[reads.lost].storage_index)  # raises
+        for file, name in enumerate(reads.files):
+            reads.set_tensors(file, self._tensors_of(name, reads.records(file)))
+        return reads
 
     def _place_of(self, key: Any) -> tuple[str, int, int]:
         info = self.storage_data[key]
@@ -280,10 +282,3 @@ class FileReader(VerifiedFiles, StorageReader):
 
 def _has_other_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _wanted_bytes(records: Sequence[tuple[ReadItem, Record]]) -> int:
-    return sum(
-        record.num_bytes if record.tensor is None else item.lengths.numel() * record.tensor.item_bytes
-        for item, record in records
-    )

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, get_args, runtime_checkable
+from typing import Any, NamedTuple, Protocol, get_args, runtime_checkable
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch.futures import Future
 from torchtitan_ext import _core
 from torchtitan_ext.dcp_private import StreamTransformExtension
 from torchtitan_ext.errors import Problem, WrongValueError, named, only_printed, refusal, warn
+from torchtitan_ext.layout.layout import Box
 from torchtitan_ext.layout.wrapper import without_slack
 from torchtitan_ext.storage.checkpoint_files import BLOCK_BYTES, index_path, kept_name, metadata_path, thread_count_of
 from torchtitan_ext.storage.commit.branch import (
@@ -42,7 +43,7 @@ from torchtitan_ext.storage.location import Place, is_local
 from torchtitan_ext.storage.metadata.metadata_file import encode_metadata, encode_tables, send_as_place
 from torchtitan_ext.storage.metadata.saved_metadata import DCP_VERSION
 from torchtitan_ext.storage.native.device_buckets import OutgoingBuckets, bucket_bytes_of
-from torchtitan_ext.storage.native.shared_files import Unchanged, WrittenFiles, share_unchanged
+from torchtitan_ext.storage.native.shared_files import CountsRequests, Unchanged, WrittenFiles, share_unchanged
 from torchtitan_ext.storage.progress import progress
 from torchtitan_ext.storage.raw_tensor import ELEMENT_TYPES, NAMES, raw_memory
 
@@ -66,6 +67,25 @@ class WritesInPortions(Protocol):
     """A planner that is asked for the items of a plan in portions, each when the one before is written."""
 
     def portions(self, items: list[WriteItem]) -> Iterable[list[WriteItem]]: ...
+
+
+class LocalSources(NamedTuple):
+    """Where what a rank writes lies in its memory.
+
+    Attributes:
+        tensors: By key its local tensor, on the CPU, plain memory of a dtype of ``ELEMENT_TYPES``.
+        boxes: By key and offsets of a written box where it lies in the local tensor, and its sizes.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    boxes: dict[tuple[str, tuple[int, ...]], Box]
+
+
+@runtime_checkable
+class HasLocalSources(CountsRequests, Protocol):
+    """A planner that need not be asked for items whose boxes lie in tensors that it gives beforehand."""
+
+    def local_sources(self, items: Sequence[WriteItem]) -> LocalSources: ...
 
 
 class CommitsSaves(Protocol):
@@ -389,13 +409,21 @@ class FileWriter(StorageWriter):
                 takes_sums=self.fingerprints,
             )
             for portion in planner.portions(items) if isinstance(planner, WritesInPortions) else [items]:
-                for item in portion:
-                    value = unchanged.values.pop(item.index, None)
-                    value = planner.resolve_data(item) if value is None else value
-                    if isinstance(value, io.BytesIO):
-                        batch.add_value(item, value)
-                    else:
-                        batch.add_tensor(item, value.detach())
+                done = 0
+                sources = planner.local_sources(portion) if isinstance(planner, HasLocalSources) else None
+                while done < len(portion):
+                    if isinstance(planner, HasLocalSources) and sources is not None:
+                        first, done = done, batch.add_items(portion, done, sources)
+                        planner.expect_requests(first - done)
+                    if done < len(portion) and batch.held_bytes < BATCH_BYTES:
+                        item = portion[done]
+                        value = unchanged.values.pop(item.index, None)
+                        value = planner.resolve_data(item) if value is None else value
+                        if isinstance(value, io.BytesIO):
+                            batch.add_value(item, value)
+                        else:
+                            batch.add_tensor(item, value.detach())
+                        done += 1
                     if batch.held_bytes >= BATCH_BYTES:
                         batch.write()
                 batch.write()
@@ -446,6 +474,14 @@ class _Batch:
     def held_bytes(self) -> int:
         """Of the host: queued, or to be queued behind tensors of an accelerator."""
         return self._records.queued_bytes + self._waiting_bytes
+
+    def add_items(self, items: list[WriteItem], first: int, sources: LocalSources) -> int:
+        """Adds items from ``first`` on whose bytes lie in ``sources``, which the caller keeps until they are written.
+        Returns the position of the first one that was not added."""
+        if self._buckets is not None:  # these would have to wait behind tensors of an accelerator
+            return first
+        room = BATCH_BYTES - self.held_bytes
+        return _core.queue_items(self._records, items, first, room, *sources, self._takes_sums)
 
     def add_value(self, item: WriteItem, value: io.BytesIO) -> None:
         content = np.frombuffer(value.getbuffer(), dtype=np.uint8)

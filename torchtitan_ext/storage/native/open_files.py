@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -63,7 +63,8 @@ class OpenFiles:
 
     Attributes:
         source: Reads them.
-        lost: Of boxes of which a finite number has become infinite by a cast, one such number, by their labels.
+        lost: Of boxes of ``add_box`` of which a finite number has become infinite by a cast, one such number, by their
+            labels.
     """
 
     def __init__(self, source: RecordFiles) -> None:
@@ -106,6 +107,19 @@ class OpenFiles:
         dtype = str(place.dtype).removeprefix("torch.")
         self.add_box(name, stored, offsets, place.shape, place.data_ptr(), place.stride(), dtype)
 
+    def add_list(
+        self,
+        name: str,
+        reads: _core.ReadList,
+        file: int,
+        first: int,
+        max_bytes: int,
+        targets: dict[str, Any],
+    ) -> _core.AddedRows:
+        """Adds rows of a file of a list, with the targets that can be filled straight."""
+        number = self._number_of(name)  # which may begin new runs
+        return reads.add(self._runs, number, file, first, max_bytes, targets)
+
     def add_bytes(self, name: str, offset: int, num_bytes: int) -> npt.NDArray[np.uint8]:
         """Adds bytes of a file. Returns the memory that they go to."""
         file = self._number_of(name)
@@ -122,7 +136,7 @@ class OpenFiles:
         """
         with self.forgotten_on_error():
             self.source.read_runs(self._runs, list(self._numbers))
-            self.lost |= {self._casts[box]: number for box, number in self._runs.lost()}
+            self.lost |= {self._casts[box]: number for box, number in self._runs.lost() if box in self._casts}
             self._casts.clear()
 
     @contextmanager

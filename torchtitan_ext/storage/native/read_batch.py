@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
+from torchtitan_ext import _core
 from torchtitan_ext.errors import CheckpointReadError
 from torchtitan_ext.layout.dtensor import box_of, is_wrapper, local_view
 from torchtitan_ext.layout.wrapper import dense_values
@@ -24,8 +26,21 @@ from torchtitan_ext.storage.raw_tensor import DTYPES
 BATCH_BYTES = 256 << 20
 
 
+@runtime_checkable
+class HasLocalTargets(Protocol):
+    """A planner that wants no call for each item where storage can fill its target straight."""
+
+    def local_targets(self, fqns: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Tensors of the CPU in plain memory by their keys: items fill boxes of them at their ``dest_offsets``.
+
+        Lacks keys for whose items the planner is to be asked.
+        """
+        ...
+
+
 class ReadBatch:
-    """Items that are read together and given to the planner in stock's order: ``add`` items, at last ``finish``.
+    """Items that are read together and given to the planner in stock's order: ``add_list`` or ``add_box``, at last
+    ``finish``.
 
     Args:
         files: Reads the files of the checkpoint.
@@ -47,8 +62,24 @@ class ReadBatch:
         self._value_bytes = 0
         self._on_bytes = on_bytes
 
-    def add(self, item: ReadItem, record: Record) -> None:
-        """Adds an item, and where it lies."""
+    def add_list(self, items: Sequence[ReadItem], reads: _core.ReadList) -> None:
+        """Adds items, and where they lie."""
+        targets: dict[str, torch.Tensor] = {}
+        if isinstance(self._planner, HasLocalTargets):
+            targets = self._planner.local_targets({item.dest_index.fqn for item in items})
+            # Autograd does not see that they are filled; inference tensors count no versions.
+            torch.autograd.graph.increment_version([one for one in targets.values() if not one.is_inference()])
+        for file, name in enumerate(reads.files):
+            end = 0
+            while end < reads.num_rows(file):
+                added = self.files.add_list(name, reads, file, end, BATCH_BYTES, targets)
+                end = added.end
+                self._fills.num_bytes += added.num_bytes
+                for position, offset, num_bytes, tensor in added.left:
+                    self._add(items[position], Record(name, offset, num_bytes, tensor))
+                self._read_if_full()
+
+    def _add(self, item: ReadItem, record: Record) -> None:
         if item.type != LoadItemType.BYTE_IO and record.tensor is not None:
             read_into = functools.partial(self.files.add_part, record.file, record.tensor, item.storage_offsets)
             self.add_box(item, Elements((DTYPES[record.tensor.dtype],), read_into))
@@ -70,7 +101,7 @@ class ReadBatch:
         """Reads what is left, and waits until all targets are filled.
 
         Raises:
-            CheckpointReadError: (also of ``add``) A record of a subclass does not fit its target.
+            CheckpointReadError: (also of ``add_list`` and ``add_box``) A record of a subclass does not fit its target.
         """
         self._read()
         self._fills.finish()
