@@ -122,6 +122,8 @@ class MetadataColumns:
     @property
     def num_chunks(self) -> int:
         """Of all keys; a value counts as one."""
+    def keys_only(self) -> MetadataColumns:
+        """The same keys and chunk lists, without the places of parts."""
     def names_of_keys(self) -> list[str]: ...
     def find_key(self, fqn: str, /) -> int | None: ...
     def key(self, number: int, /) -> TensorKey | None:
@@ -957,6 +959,9 @@ def held_writes(names: Sequence[list[str]], entries: dict[str, Any]) -> Writes:
 
 def written_boxes(entry: Any, steps: Sequence[_Step]) -> tuple[_HeldBox, ...]:
     """What a rank writes of a tensor that is its part; a tensor without elements is one box."""
+
+def planned_columns(world: World, plan: WritePlan) -> MetadataColumns:
+    """The metadata that a plan writes, without places: of all keys that some rank holds, in their order."""
 
 def find_saved_alike(entries: dict[str, Any], columns: MetadataColumns) -> set[str]:
     """The keys of tensors that are saved with the shape and the dtype of their ``KeyEntry``."""

@@ -541,6 +541,7 @@ void define_metadata(py::module_& module) {
       .def_property_readonly("num_keys", [](const MetadataColumns& self) { return self.keys().size(); })
       .def_property_readonly("num_parts", [](const MetadataColumns& self) { return self.parts().size(); })
       .def_property_readonly("num_chunks", &num_chunks)
+      .def("keys_only", &MetadataColumns::keys_only)
       .def("names_of_keys", &names_of_keys)
       .def("find_key",
            [](const MetadataColumns& self, const py::str& fqn) { return found(self.find_key(to_utf8(fqn))); })

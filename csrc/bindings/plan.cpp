@@ -9,13 +9,16 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <tuple>
+#include <unordered_map>
 #include <vector>
 
 #include "bindings/convert.h"
 #include "core/agreement.h"
 #include "core/box_batches.h"
 #include "core/boxes.h"
+#include "core/metadata_columns.h"
 #include "core/problems.h"
 #include "core/replica_digests.h"
 #include "core/write_plan.h"
@@ -268,6 +271,36 @@ void define_replica_digests(py::module_& module) {
            py::call_guard<py::gil_scoped_release>());
 }
 
+// The metadata that a plan writes, without places: of all keys that some rank holds, in their order.
+MetadataColumns planned_columns(const World& world, const WritePlan& plan) {
+  MetadataColumns columns;
+  std::unordered_map<uint32_t, SavedKey> known;  // keys of a class differ by name alone
+  for (uint32_t number = 0; number < world.num_keys(); ++number) {
+    const uint32_t of_class = world.class_of(number);
+    if (of_class == World::kNoClass || world.classes()[of_class].trouble) continue;
+    const auto [found, is_new] = known.try_emplace(of_class);
+    SavedKey& key = found->second;
+    const Kind& kind = world.kind_of(world.classes()[of_class]);
+    if (is_new && kind.type != EntryType::kObject) {
+      std::vector<SavedChunk> chunks;
+      for (const Chunk& box : plan.written_boxes(of_class)) {
+        chunks.push_back({columns.sizes.add(box.offsets), columns.sizes.add(box.sizes)});
+      }
+      std::string_view dtype = kind.dtype;
+      if (dtype.starts_with("torch.")) dtype.remove_prefix(6);
+      key = {.is_tensor = true,
+             .sizes = columns.sizes.add(kind.shape),
+             .dtype = columns.names.add(dtype),
+             .layout = columns.names.add("torch.strided"),
+             .requires_grad = kind.requires_grad,
+             .chunk_list = columns.add_chunk_list(chunks)};
+    }
+    key.fqn = columns.names.add(world.name(number));
+    columns.add_key(key);
+  }
+  return columns;
+}
+
 void define_write_plan(py::module_& module) {
   py::class_<ClassWrites>(module, "ClassWrites", "What a rank writes of keys of one class; see csrc/core/write_plan.h.")
       .def_readonly("section", &ClassWrites::section)
@@ -296,12 +329,8 @@ void define_write_plan(py::module_& module) {
       .def("written_boxes",
            [](const WritePlan& plan, uint32_t of_class) { return to_boxes(plan.written_boxes(of_class)); })
       .def("keys_of_several_boxes", &WritePlan::keys_of_several_boxes);
-}
-
-Sizes to_sizes(const py::handle& numbers) {
-  Sizes sizes;
-  for (const py::handle number : py::reinterpret_borrow<py::tuple>(numbers)) sizes.push_back(number.cast<int64_t>());
-  return sizes;
+  module.def("planned_columns", &planned_columns, py::arg("world"), py::arg("plan"),
+             py::call_guard<py::gil_scoped_release>());
 }
 
 // From objects with tuples as offsets and sizes, such as DCP's ChunkStorageMetadata.

@@ -197,6 +197,28 @@ void MetadataColumns::add_key(const SavedKey& key) {
   }
 }
 
+MetadataColumns MetadataColumns::keys_only() const {
+  MetadataColumns copy;
+  std::vector<uint32_t> lists;
+  for (const std::vector<SavedChunk>& list : chunk_lists_) {
+    std::vector<SavedChunk> chunks;
+    for (const auto& [offsets, of_chunk] : list) chunks.push_back({copy.sizes.add(sizes[offsets]), copy.sizes.add(sizes[of_chunk])});
+    lists.push_back(copy.add_chunk_list(chunks));
+  }
+  for (SavedKey key : keys_) {
+    key.fqn = copy.names.add(names[key.fqn]);
+    if (key.is_tensor) {
+      key.sizes = copy.sizes.add(sizes[key.sizes]);
+      key.dtype = copy.names.add(names[key.dtype]);
+      key.layout = copy.names.add(names[key.layout]);
+      key.chunk_list = lists[key.chunk_list];
+      key.strides = SavedKey::kNoStrides;
+    }
+    copy.add_key(key);
+  }
+  return copy;
+}
+
 uint32_t MetadataColumns::add_chunk_list(const std::vector<SavedChunk>& chunks) {
   const uint64_t hash = hash_of(chunks);
   const uint32_t known = known_lists_.find(hash, [&](uint32_t number) { return chunk_lists_[number] == chunks; });

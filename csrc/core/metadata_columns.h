@@ -146,6 +146,8 @@ class MetadataColumns {
   SizesTable strides;
 
   void add_key(const SavedKey& key);
+  // The same keys and chunk lists, without parts, and without strides, which are never written.
+  MetadataColumns keys_only() const;
   // The number of a list of chunks; equal lists are one.
   uint32_t add_chunk_list(const std::vector<SavedChunk>& chunks);
   uint32_t add_transforms(const std::vector<uint32_t>& names);

@@ -156,6 +156,33 @@ TEST(MetadataColumns, TheLastOfEqualPartsCountsInThePlaceOfTheFirst) {
   EXPECT_EQ(columns.parts()[1].offset_bytes, 9);
 }
 
+TEST(MetadataColumns, KeysAloneAreACopyOfTheirOwn) {
+  const MetadataColumns columns = small_columns();
+  MetadataColumns copy = columns.keys_only();
+  EXPECT_TRUE(copy.parts().empty());
+  ASSERT_EQ(copy.keys().size(), columns.keys().size());
+  for (size_t number = 0; number < copy.keys().size(); ++number) {
+    const core::SavedKey &key = copy.keys()[number], &other = columns.keys()[number];
+    EXPECT_EQ(copy.names[key.fqn], columns.names[other.fqn]);
+    EXPECT_EQ(key.is_tensor, other.is_tensor);
+    if (!key.is_tensor) continue;
+    EXPECT_TRUE(std::ranges::equal(copy.sizes[key.sizes], columns.sizes[other.sizes]));
+    EXPECT_EQ(copy.names[key.dtype], columns.names[other.dtype]);
+    EXPECT_EQ(copy.names[key.layout], columns.names[other.layout]);
+    EXPECT_EQ(key.requires_grad, other.requires_grad);
+    const auto &chunks = copy.chunk_lists()[key.chunk_list], &others = columns.chunk_lists()[other.chunk_list];
+    ASSERT_EQ(chunks.size(), others.size());
+    for (size_t chunk = 0; chunk < chunks.size(); ++chunk) {
+      EXPECT_TRUE(std::ranges::equal(copy.sizes[chunks[chunk].offsets], columns.sizes[others[chunk].offsets]));
+      EXPECT_TRUE(std::ranges::equal(copy.sizes[chunks[chunk].sizes], columns.sizes[others[chunk].sizes]));
+    }
+  }
+  const size_t num_parts = columns.parts().size();
+  copy.add_part({.fqn = copy.keys().front().fqn, .path = copy.names.add("file")});
+  copy.index_parts();
+  EXPECT_EQ(columns.parts().size(), num_parts);
+}
+
 TEST(MetadataSummary, PartsPerKeyAndFile) {
   const MetadataColumns columns = small_columns();
   const std::vector<core::PartSum> keys = core::sum_parts_by_key(columns);

@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, TensorWriteData, WriteItem, WriteItemType
 
@@ -30,7 +28,7 @@ from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.layout.dtensor import local_tensor
 from torchtitan_ext.layout.layout import Box, Steps, candidate_steps, shard_of
 from torchtitan_ext.layout.wrapper import why_not_cut
-from torchtitan_ext.storage.metadata.lazy_metadata import columns_behind
+from torchtitan_ext.storage.metadata.lazy_metadata import Entry, columns_behind, lazy_entries
 
 
 @dataclass(frozen=True)
@@ -99,36 +97,18 @@ def _described(part: _core.WritePart) -> tuple[WriteItemType, TensorWriteData | 
     return WriteItemType.TENSOR if is_plain else WriteItemType.SHARD, data
 
 
-def metadata_entries(agreement: Agreement, plan: _core.WritePlan) -> dict[str, Any]:
-    """The metadata of each key. Keys of one class share chunks and properties, which pickle then writes once."""
-    shared: dict[int, tuple[TensorProperties, torch.Size, list[ChunkStorageMetadata]] | None] = {}
-    entries: dict[str, Any] = {}
-    for key, of_class in agreement.agreed_keys.items():
-        if of_class not in shared:
-            shared[of_class] = _shared_parts(agreement, plan, of_class)
-        parts = shared[of_class]
-        entries[agreement.names[key]] = BytesStorageMetadata() if parts is None else TensorStorageMetadata(*parts)
-    return entries
+def metadata_entries(agreement: Agreement, plan: _core.WritePlan) -> dict[str, Entry]:
+    """The metadata of each key, made when it is asked for. Keys of one class share chunks and properties, which pickle
+    then writes once."""
+    for kind in agreement.kinds:
+        dtype_named(kind.dtype)  # raises where this torch has none of that name
+    return lazy_entries(_core.planned_columns(agreement.world, plan))
 
 
 def metadata_paths(agreement: Agreement, tables: Sequence[RankTable]) -> dict[str, tuple[Any, ...]]:
     """The path of each key of any rank in the nested state dict."""
     paths = {fqn: path for table in reversed(tables) for fqn, path in table.rest.stock_paths.items()}
     return {**paths, **agreement.world.paths()}
-
-
-def _shared_parts(
-    agreement: Agreement, plan: _core.WritePlan, of_class: int
-) -> tuple[TensorProperties, torch.Size, list[ChunkStorageMetadata]] | None:
-    kind = agreement.kinds[of_class]
-    dtype = dtype_named(kind.dtype)
-    if dtype is None:
-        return None
-    chunks = [
-        ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in plan.written_boxes(of_class)
-    ]
-    properties = TensorProperties(dtype=dtype, requires_grad=kind.requires_grad)
-    return properties, torch.Size(kind.global_shape), chunks
 
 
 @dataclass(frozen=True)

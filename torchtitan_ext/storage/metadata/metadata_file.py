@@ -32,7 +32,14 @@ from torch.distributed.checkpoint.metadata import (
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage.checkpoint_files import shown
-from torchtitan_ext.storage.metadata.lazy_metadata import MEMORY_FORMATS, PROPERTIES, LazyDict, lazy_entries, lazy_parts
+from torchtitan_ext.storage.metadata.lazy_metadata import (
+    MEMORY_FORMATS,
+    PROPERTIES,
+    LazyDict,
+    columns_behind,
+    lazy_entries,
+    lazy_parts,
+)
 from torchtitan_ext.storage.metadata.saved_metadata import SavedMetadata, parse_pickle, parse_tables
 
 
@@ -206,16 +213,19 @@ class _MetadataFile:
 
 
 def _without_places(metadata: Metadata) -> None:
-    """Replaces lazy mappings by plain dicts: a planner may return the metadata of its last save again."""
+    """Replaces lazy mappings of a file: a planner may return the metadata of its last save again."""
     for field in ("state_dict_metadata", "planner_data"):  # storage_data becomes that of the new save
         mapping = getattr(metadata, field)
         if isinstance(mapping, LazyDict):
-            setattr(metadata, field, mapping.copy())
+            columns = mapping.columns
+            setattr(metadata, field, mapping.copy() if columns is None else lazy_entries(columns))
 
 
 def _plain_columns(metadata: Metadata) -> _core.MetadataColumns | None:
-    is_plain = type(metadata) is Metadata and vars(metadata).keys() <= _FIELDS
-    return columns_of(metadata.state_dict_metadata) if is_plain else None
+    if type(metadata) is not Metadata or not vars(metadata).keys() <= _FIELDS:
+        return None
+    columns = columns_behind(metadata.state_dict_metadata)
+    return columns_of(metadata.state_dict_metadata) if columns is None else columns.keys_only()
 
 
 def _plain_rest(metadata: Metadata) -> tuple[dict[str, Any], str]:
