@@ -302,7 +302,8 @@ def async_save(
     Args:
         state_dict: And all that is not named here: as in ``save``.
         stager: A ``CpuStager`` that keeps its host memory between saves, or stages no more than some bytes; or a stager
-            of DCP. By default each save has memory of its own.
+            of DCP. By default a save takes the memory of the last one that has ended, which is kept for five minutes
+            where the host has three times as much left, or new memory: it waits for no other save.
         process: Plan and write in a child process of each rank, which ends with the save; a kept
             ``CpuStager(process=True)`` keeps it for the next one.
 

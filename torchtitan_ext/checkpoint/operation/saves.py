@@ -82,7 +82,7 @@ def save_later(
     phases = call.phases(job, "async_save")
     if stager is not None:
         return save_in_background(state_dict, job, phases, stager)
-    made = CpuStager(process=process)
+    made = CpuStager(process=True) if process else CpuStager.of_one_save()
     try:
         saved = save_in_background(state_dict, job, phases, made)
     except BaseException:

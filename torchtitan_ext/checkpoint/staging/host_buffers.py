@@ -6,9 +6,11 @@ import gc
 import logging
 import mmap
 import os
+import threading
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import BinaryIO
 
@@ -27,6 +29,58 @@ class HostBuffer:
     file: BinaryIO | None = None
 
 
+class SpareMemory:
+    """The memory of the last save that had none of its own, for the next one: new memory costs as much as the copy.
+
+    It goes after ``KEPT_SECONDS`` without a save, and is not kept where it is more than a quarter of what the host
+    would have left without it. For several threads.
+    """
+
+    KEPT_SECONDS = 300.0
+
+    def __init__(self) -> None:
+        # Its ``put`` may be called while another call is under way, as a tensor that dies does.
+        self._spare: SimpleQueue[HostBuffer] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
+
+    def take(self, num_bytes: int) -> HostBuffer | None:
+        """What is spare, if it has so many bytes; else all of it goes, before new memory is made."""
+        found = [one for one in self._all() if one.memory.numel() >= num_bytes]
+        return found[0] if found else None
+
+    def give(self, buffer: HostBuffer) -> None:
+        """Takes memory that no tensor uses any more; ``keep_for_now`` must follow."""
+        self._spare.put(buffer)
+
+    def keep_for_now(self) -> None:
+        """Keeps the largest piece, from now on for ``KEPT_SECONDS``."""
+        kept = max(self._all(), key=lambda one: one.memory.numel(), default=None)
+        if kept is not None and 4 * kept.memory.numel() <= _available_bytes() + kept.memory.numel():
+            self._spare.put(kept)
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = threading.Timer(self.KEPT_SECONDS, self.clear)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def clear(self) -> None:
+        """Gives the memory back."""
+        self._all()
+
+    def _all(self) -> list[HostBuffer]:
+        found: list[HostBuffer] = []
+        with suppress(Empty):
+            while True:
+                found.append(self._spare.get_nowait())
+        return found
+
+
+SPARE = SpareMemory()
+"""Of this process."""
+
+
 class HostBuffers:
     """Some pieces of host memory, each in use as long as any tensor in it lives.
 
@@ -34,13 +88,23 @@ class HostBuffers:
         num_buffers: How many can be in use at once.
         is_pinned: Whether they are pinned for the accelerator.
         is_shared: Whether another process can map them.
+        spare: Where memory comes from and goes to, for buffers of one save; pinned alike.
     """
 
-    def __init__(self, num_buffers: int, *, is_pinned: bool, is_shared: bool) -> None:
+    def __init__(self, num_buffers: int, *, is_pinned: bool, is_shared: bool, spare: SpareMemory | None = None) -> None:
         self._num_buffers = num_buffers
         self._is_pinned = is_pinned
         self._is_shared = is_shared
+        self._spare = spare
+        self._is_closed = False
         self.clear()
+
+    def close(self) -> None:
+        """As ``clear``; what no tensor uses by now may be spare."""
+        self._is_closed = True
+        self.clear()
+        if self._spare is not None:
+            self._spare.keep_for_now()
 
     def clear(self) -> None:
         """Gives the memory back, each piece as soon as no tensor in it lives."""
@@ -59,13 +123,19 @@ class HostBuffers:
             with torch.inference_mode(False):
                 if kept.memory.numel() < num_bytes:
                     kept = HostBuffer(kept.memory[:0].clone())  # its memory goes first: both would be too much
-                    kept = self._made(num_bytes)
+                    spare = None if self._spare is None else self._spare.take(num_bytes)
+                    kept = self._made(num_bytes) if spare is None else spare
                 taken = HostBuffer(kept.memory[:num_bytes], kept.file)
         except BaseException:
             free.put(kept)
             raise
-        weakref.finalize(taken.memory, free.put, kept).atexit = False
+        give_back = free.put if self._spare is None else self._give_spare
+        weakref.finalize(taken.memory, give_back, kept).atexit = False
         return taken
+
+    def _give_spare(self, buffer: HostBuffer) -> None:
+        if self._spare is not None and not self._is_closed:
+            self._spare.give(buffer)
 
     def _wait_for_one(self, free: SimpleQueue[HostBuffer]) -> HostBuffer:
         try:
@@ -93,6 +163,17 @@ class HostBuffers:
         if self._is_pinned and torch.cuda.is_available():
             _pin_for_cuda(buffer.memory)
         return buffer
+
+
+def _available_bytes() -> int:
+    """What this process may still take of the host's memory: what the host has left, or the process's cgroup."""
+    with open("/proc/meminfo") as lines:
+        available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    with suppress(OSError, ValueError):  # no cgroup of version 2, or "max"
+        group = Path("/sys/fs/cgroup")
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        available = min(available, limit - used)
+    return available
 
 
 def mapped_memory(file: int, num_bytes: int) -> torch.Tensor:

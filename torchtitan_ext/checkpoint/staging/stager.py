@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torchtitan_ext import ops
 from torchtitan_ext.checkpoint.staging.child_process import ChildProcess
 from torchtitan_ext.checkpoint.staging.copies import StateMemory
-from torchtitan_ext.checkpoint.staging.host_buffers import HostBuffer, HostBuffers
+from torchtitan_ext.checkpoint.staging.host_buffers import SPARE, HostBuffer, HostBuffers
 from torchtitan_ext.errors import WrongValueError, value_error
 from torchtitan_ext.op_library import call
 from torchtitan_ext.state.host_copies import flatten_to_host_
@@ -72,6 +72,14 @@ class CpuStager(AsyncStager):
         self._child: ChildProcess | None = None
         self._buffers = HostBuffers(num_buffers, is_pinned=is_pinned, is_shared=process)
 
+    @classmethod
+    def of_one_save(cls) -> CpuStager:
+        """A stager that is closed after a save. Its memory is spare then, for that of the next save."""
+        stager = cls()
+        is_pinned = torch.accelerator.is_available()
+        stager._buffers = HostBuffers(1, is_pinned=is_pinned, is_shared=False, spare=SPARE)
+        return stager
+
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A deep copy of a state dict, whose tensors lie in CPU memory of their own. Not collective.
 
@@ -124,7 +132,7 @@ class CpuStager(AsyncStager):
 
         Call it when the last save has ended. The stager can be used again.
         """
-        self._buffers.clear()
+        self._buffers.close()
         self.end_child()
 
 
