@@ -40,6 +40,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
         return local.as_subclass(torch.Tensor)
 
 
+def is_bare(value: object) -> bool:
+    """Whether a value is a tensor of torch's own class without further attributes: nothing else says what it holds."""
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and not value.__dict__
+
+
 def is_wrapper(local: torch.Tensor) -> bool:
     """Whether a local tensor consists of others, such as quantised values and their scales."""
     return type(local) not in (torch.Tensor, torch.nn.Parameter) and is_traceable_wrapper_subclass(local)

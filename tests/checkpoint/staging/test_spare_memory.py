@@ -42,9 +42,10 @@ def save(state: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def spare_bytes() -> list[int]:
-    found = SPARE._all()
-    for one in found:
-        SPARE.give(one)
+    with SPARE._lock:
+        found = SPARE._all()
+        for one in found:
+            SPARE.give(one)
     return [one.memory.numel() for one in found]
 
 

@@ -14,6 +14,7 @@ from torchtitan_ext.dcp_private import ShardedTensor
 from torchtitan_ext.layout.dtensor import (
     describes_itself,
     held_tensor,
+    is_bare,
     is_wrapper,
     local_tensor,
     with_local,
@@ -102,7 +103,7 @@ def _are_plain(tensors: Sequence[torch.Tensor]) -> bool:
     return all(
         (type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter)
         and _is_dense(tensor)
-        and not (tensor.is_conj() or tensor.is_neg() or describes_itself(tensor))
+        and not (tensor.is_conj() or tensor.is_neg() or (not is_bare(tensor) and describes_itself(tensor)))
         for tensor in tensors
     )
 

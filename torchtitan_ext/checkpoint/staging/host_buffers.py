@@ -39,15 +39,16 @@ class SpareMemory:
     KEPT_SECONDS = 300.0
 
     def __init__(self) -> None:
-        # Its ``put`` may be called while another call is under way, as a tensor that dies does.
+        # Its ``put`` may be called while another call is under way, as a tensor that dies does: ``give`` takes no lock.
         self._spare: SimpleQueue[HostBuffer] = SimpleQueue()
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
 
     def take(self, num_bytes: int) -> HostBuffer | None:
         """What is spare, if it has so many bytes; else all of it goes, before new memory is made."""
-        found = [one for one in self._all() if one.memory.numel() >= num_bytes]
-        return found[0] if found else None
+        with self._lock:
+            found = [one for one in self._all() if one.memory.numel() >= num_bytes]
+            return found[0] if found else None
 
     def give(self, buffer: HostBuffer) -> None:
         """Takes memory that no tensor uses any more; ``keep_for_now`` must follow."""
@@ -55,10 +56,10 @@ class SpareMemory:
 
     def keep_for_now(self) -> None:
         """Keeps the largest piece, from now on for ``KEPT_SECONDS``."""
-        kept = max(self._all(), key=lambda one: one.memory.numel(), default=None)
-        if kept is not None and 4 * kept.memory.numel() <= _available_bytes() + kept.memory.numel():
-            self._spare.put(kept)
         with self._lock:
+            kept = max(self._all(), key=lambda one: one.memory.numel(), default=None)
+            if kept is not None and 4 * kept.memory.numel() <= _available_bytes() + kept.memory.numel():
+                self._spare.put(kept)
             if self._timer is not None:
                 self._timer.cancel()
             self._timer = threading.Timer(self.KEPT_SECONDS, self.clear)
@@ -67,7 +68,8 @@ class SpareMemory:
 
     def clear(self) -> None:
         """Gives the memory back."""
-        self._all()
+        with self._lock:
+            self._all()
 
     def _all(self) -> list[HostBuffer]:
         found: list[HostBuffer] = []

@@ -27,6 +27,7 @@ from torchtitan_ext.layout.dtensor import (
     Describer,
     describes_itself,
     holds_wrapper,
+    is_bare,
     is_on_mesh,
     is_wrapper,
     local_tensor,
@@ -329,10 +330,10 @@ def _describe_tensor(
     reasons: dict[Any, str | None],
 ) -> TensorEntry | BoxesEntry | Problem:
     """The entry of a tensor, the same object for tensors that share a report, which the entry keeps alive."""
-    is_bare = type(value) in (torch.Tensor, torch.nn.Parameter) and not value.__dict__
-    if not is_bare and has_own_boxes(value):
+    bare = is_bare(value)
+    if not bare and has_own_boxes(value):
         return _describe_own_boxes(fqn, value)
-    if not is_bare and describes_itself(value):
+    if not bare and describes_itself(value):
         chunks = create_chunk_list(value)
         boxes = tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks)
         return BoxesEntry(tuple(value.size()), value.dtype, boxes, bool(getattr(value, "requires_grad", False)))
@@ -340,7 +341,7 @@ def _describe_tensor(
     reason = why_not_whole(local, reasons) if is_wrapper(local) else why_not_dense(local)
     if reason is not None:
         return Problem("unsupported_tensor", fqn, reason)
-    unknown = None if is_bare else _why_not_plain_to_stock(fqn, value)
+    unknown = None if bare else _why_not_plain_to_stock(fqn, value)
     report = unknown or describer.describe(fqn, value)
     if isinstance(report, Problem):
         return report
