@@ -104,8 +104,8 @@ class ReadList {
   ReadList(const py::list& items, const py::object& byte_io, const MetadataColumns& columns) : items_(items) {
     const auto find = [&columns](const py::object& place) -> std::optional<Found> {
       const py::object offsets = place.attr("offset");
-      const uint32_t number = columns.find_part(
-          to_utf8(place.attr("fqn")), offsets.is_none() ? std::nullopt : std::optional(to_sizes(offsets)));
+      const uint32_t number = columns.find_part(to_utf8(place.attr("fqn")),
+                                                offsets.is_none() ? std::nullopt : std::optional(to_sizes(offsets)));
       if (number == core::HashedNumbers::kNone) return std::nullopt;
       const SavedPart& part = columns.parts()[number];
       if (part.transforms != SavedPart::kNone) return std::nullopt;
@@ -311,8 +311,7 @@ size_t queue_items(storage::RecordWriter& records, const py::list& items, size_t
     const py::object item = items[position], data = item.attr("tensor_data"), index = item.attr("index");
     const py::object fqn = index.attr("fqn"), offsets = index.attr("offset"), hint = index.attr("index");
     const LocalMemory* const memory = data.is_none() || offsets.is_none() ? nullptr : memories.find(tensors, fqn);
-    const storage::ElementType* const type =
-        memory == nullptr ? nullptr : storage::find_element_type(memory->dtype);
+    const storage::ElementType* const type = memory == nullptr ? nullptr : storage::find_element_type(memory->dtype);
     if (type == nullptr) break;
     PyObject* const box = PyDict_GetItemWithError(boxes.ptr(), py::make_tuple(fqn, offsets).ptr());
     if (box == nullptr) break;
@@ -342,8 +341,8 @@ void define_plan_items(py::module_& module) {
       .def_readonly("num_bytes", &ReadList::Added::num_bytes)
       .def_readonly("left", &ReadList::Added::left);
   py::class_<ReadList>(module, "ReadList", "The items that a rank reads, with their records.")
-      .def(py::init<const py::list&, const py::object&, const MetadataColumns&>(), py::arg("items"),
-           py::arg("byte_io"), py::arg("columns"))
+      .def(py::init<const py::list&, const py::object&, const MetadataColumns&>(), py::arg("items"), py::arg("byte_io"),
+           py::arg("columns"))
       .def(py::init<const py::list&, const py::object&, const py::list&>(), py::arg("items"), py::arg("byte_io"),
            py::arg("records"))
       .def_property_readonly("files", &ReadList::files)

@@ -202,7 +202,8 @@ MetadataColumns MetadataColumns::keys_only() const {
   std::vector<uint32_t> lists;
   for (const std::vector<SavedChunk>& list : chunk_lists_) {
     std::vector<SavedChunk> chunks;
-    for (const auto& [offsets, of_chunk] : list) chunks.push_back({copy.sizes.add(sizes[offsets]), copy.sizes.add(sizes[of_chunk])});
+    for (const auto& [offsets, of_chunk] : list)
+      chunks.push_back({copy.sizes.add(sizes[offsets]), copy.sizes.add(sizes[of_chunk])});
     lists.push_back(copy.add_chunk_list(chunks));
   }
   for (SavedKey key : keys_) {
