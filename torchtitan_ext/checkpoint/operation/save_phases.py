@@ -87,7 +87,7 @@ def writer_at(job: SaveJob) -> StorageWriter:
         weights_map = None if job.transform is None else TransformedTensors(job.transform)
         return SafetensorsWriter(path, max_file_bytes=job.max_file_bytes, weights_map=weights_map)
     if writer is None and path is not None and is_in_object_store(path):
-        return ObjectWriter(path, fingerprints=job.fingerprints)
+        return ObjectWriter(path, fingerprints=job.fingerprints, reuse=job.reuse, step_pattern=job.step_pattern)
     if writer is None and path is not None and FileWriter.validate_checkpoint_id(path):
         made = FileWriter(
             path, fingerprints=job.fingerprints, reuse=job.reuse, step_pattern=job.step_pattern, branch=job.branch

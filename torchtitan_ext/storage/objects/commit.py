@@ -32,15 +32,17 @@ class RunningObjectSave:
 
     Args:
         replaced: The version of ``.metadata`` that the save replaces; ``None`` if there was none.
+        copies: Whether ranks copy objects of an earlier checkpoint.
     """
 
-    def __init__(self, target: Location, save_id: str, replaced: ObjectStamp | None) -> None:
+    def __init__(self, target: Location, save_id: str, replaced: ObjectStamp | None, *, copies: bool) -> None:
         self.replaces = replaced is not None
         self._target = target
         self._save_id = save_id
         self._replaced = replaced
         self._folder = ObjectFolder(target)
         self._lease = Lease(self._folder, save_id)
+        self._copies = copies
         self._may_be_committed = False
 
     @property
@@ -54,7 +56,10 @@ class RunningObjectSave:
             raise CheckpointFailedError("save", {0: f"{', '.join(sorted(marks))} belong to another save"})
 
     def remove_unused(self, used: Collection[str]) -> None:
-        """Nothing: no file of an earlier checkpoint is shared."""
+        """Deletes copies that no rank uses after all: no clean-up takes what has the id of a committed save."""
+        if self._copies:
+            with only_printed():
+                self._delete_own(used)
 
     def commit(self, index: bytes, metadata: bytes | None, *, sync: bool, confirm: Callable[[], None]) -> Location:
         """Makes the files of all ranks the checkpoint; the arguments are those of ``RunningSave.commit``.
@@ -84,12 +89,15 @@ class RunningObjectSave:
         if self._may_be_committed:
             return
         try:
-            own = [name for name in self._folder.stamps() if save_id_of(name) == self._save_id]
-            self._folder.delete(own)
+            self._delete_own()
             self._lease.release()
         except OSError as error:
             with only_printed():
                 warn(f"{self._target}: files of the failed save {self._save_id} stay for gc ({error})")
+
+    def _delete_own(self, kept: Collection[str] = ()) -> None:
+        own = [name for name in self._folder.stamps() if save_id_of(name) == self._save_id]
+        self._folder.delete([name for name in own if name not in kept])
 
     def _put(self, name: str, content: bytes) -> None:
         """Puts ``.metadata`` until the store says that it has it, or another one.
@@ -137,12 +145,15 @@ def _is_same(found: ObjectStamp | None, expected: ObjectStamp | None) -> bool:
     return found is None if expected is None else expected.is_version(found)
 
 
-def begin_object_save(target: Location, save_id: str) -> RunningObjectSave:
+def begin_object_save(target: Location, save_id: str, *, copies: bool = False) -> RunningObjectSave:
     """Notes what is at the target, and takes a lease for a save.
+
+    Args:
+        copies: Whether ranks copy objects of an earlier checkpoint.
 
     Raises:
         FileExistsError: The target holds safetensors.
     """
     folder = ObjectFolder(target)
     refuse_old_weights(target, folder.stamps())
-    return RunningObjectSave(target, save_id, folder.stamp(metadata_path(target, None).name))
+    return RunningObjectSave(target, save_id, folder.stamp(metadata_path(target, None).name), copies=copies)
