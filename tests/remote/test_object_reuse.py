@@ -309,7 +309,7 @@ def test_what_cannot_be_reused_is_uploaded_and_said(
 def test_more_than_a_store_copies_at_once_is_uploaded(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     save(url, 1)
     monkeypatch.setattr(shared_files, "MAX_COPY_BYTES", 1000)
-    with pytest.warns(UserWarning, match="stores copy at most 1000 at once"):
+    with pytest.warns(UserWarning, match="a store copies at most 1000"):
         save(url, 2)
     check(url, 2)
 

@@ -12,6 +12,7 @@ former, and none of the latter.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Mapping, Sequence
@@ -29,14 +30,14 @@ from torchtitan_ext.state.value_digest import fetch_sums, sum_box
 from torchtitan_ext.storage.checkpoint_files import index_path, shared_name, shown
 from torchtitan_ext.storage.commit.opened import OpenedCheckpoint, has_footer
 from torchtitan_ext.storage.location import Location, Place
-from torchtitan_ext.storage.objects.folder import ConflictError, ObjectFolder
+from torchtitan_ext.storage.objects.folder import ObjectFolder
 from torchtitan_ext.storage.raw_tensor import NAMES, raw_memory
 
 # A rank that could link more files than this links half as many, the largest, and writes the rest again, in one file:
 # hundreds of saves must not end in hundreds of files.
 MAX_SHARED_FILES = 16
 
-_ANOTHER_FILE = "is not the file that its index describes"
+_ANOTHER_FILE = "it is not the file that its index describes"
 
 # No store copies more by one request (S3: 5 GB).
 MAX_COPY_BYTES = 5 * 10**9
@@ -84,34 +85,6 @@ class Unchanged:
     not_reused: str = ""
 
 
-class EarlierFiles(Protocol):
-    """An earlier checkpoint whose files a save may share, if at least ``least_part`` of their bytes is used."""
-
-    least_part: float
-
-    @property
-    def place(self) -> Place: ...
-
-    def read_index(self) -> tuple[Place, bytes | None]:
-        """Path and bytes of the index; ``None`` if it has none of ours."""
-        ...
-
-    def share(self, file: _core.RankFile) -> str:
-        """Makes a file of the index one of the new checkpoint too, and returns its name there.
-
-        A file that is of no use after all stays: the commit removes those that no rank uses.
-
-        Raises:
-            OSError: That is not possible, or it is gone.
-            NotReusedError: It is another file than the index describes, or cannot be shared for other reasons.
-        """
-        ...
-
-
-class NotReusedError(Exception):
-    """Says of a file why it is not shared."""
-
-
 def share_unchanged(items: Sequence[WriteItem], planner: SavePlanner, earlier: EarlierFiles) -> Unchanged:
     """Shares the files of an earlier checkpoint that hold enough of these items.
 
@@ -140,9 +113,8 @@ def share_unchanged(items: Sequence[WriteItem], planner: SavePlanner, earlier: E
         file = index.files[name]
         try:
             new_name = earlier.share(file)
-        except (NotReusedError, ConflictError, OSError) as error:
-            reason = f"cannot be shared: {error.strerror}" if isinstance(error, OSError) else str(error)
-            problems.append(f"{earlier.place / name} {reason}")
+        except OSError as error:
+            problems.append(f"{earlier.place / name} cannot be shared: {error.strerror}")
             continue
         save_id = file.save_id or index.save_id
         shared.append(_core.share_file(file, save_id, new_name, list(found[name].values())))
@@ -203,7 +175,8 @@ def _worth_sharing(
 
 @dataclass
 class LinkedFiles:
-    """Links files of an earlier checkpoint into the directory of a save; with ``sync`` they are on the disk then."""
+    """Links files of an earlier checkpoint, at least half used, into the directory of a save; with ``sync`` they are on
+    the disk then."""
 
     least_part = 0.5
 
@@ -216,14 +189,20 @@ class LinkedFiles:
         return self._opened.read_index(None, None)
 
     def share(self, file: _core.RankFile) -> str:
+        """Makes a file of the index one of the new checkpoint too, and returns its name there.
+
+        Raises:
+            OSError: That is not possible, or it is gone. Where it is another file than the index describes, the new
+                name stays, since another rank may use it; the commit removes those that none uses.
+        """
         name = shared_name(file.name)
         if name is None:
-            raise NotReusedError("has a name of stock DCP, which would write into it")
+            raise OSError(errno.EINVAL, "it has a name of stock DCP, which would write into it")
         with contextlib.suppress(FileExistsError):  # another rank was first
             self._opened.link(file.name, self.directory / name)
         # It may be gone or another one by now.
         if not _is_as_indexed(self.directory / name, file, sync=self.sync):
-            raise NotReusedError(_ANOTHER_FILE)
+            raise OSError(errno.ESTALE, _ANOTHER_FILE)
         return name
 
 
@@ -252,14 +231,19 @@ class CopiedObjects:
     def share(self, file: _core.RankFile) -> str:
         name, folder = shared_name(file.name, self.save_id), ObjectFolder(self.target)
         if name is None:
-            raise NotReusedError("has a name of stock DCP, which does not say which save wrote it")
+            raise OSError(errno.EINVAL, "it has a name of stock DCP, which does not say which save wrote it")
         if file.num_bytes > MAX_COPY_BYTES:
-            raise NotReusedError(f"has {file.num_bytes} bytes, and stores copy at most {MAX_COPY_BYTES} at once")
+            raise OSError(
+                errno.EFBIG, f"it has {file.num_bytes} bytes, and a store copies at most {MAX_COPY_BYTES}"
+            )
         folder.copy_from(ObjectFolder(self.place), file.name, name)
         end, num_bytes = folder.read_range(name, file.footer_offset, file.num_bytes)
         if (num_bytes, _core.digest(bytes(end))) != (file.num_bytes, file.footer_digest):
-            raise NotReusedError(_ANOTHER_FILE)
+            raise OSError(errno.ESTALE, _ANOTHER_FILE)
         return name
+
+
+EarlierFiles = LinkedFiles | CopiedObjects
 
 
 def _is_as_indexed(path: Path, file: _core.RankFile, *, sync: bool) -> bool:

@@ -174,9 +174,12 @@ class ObjectFolder:
         *own_bucket, new = f"{self._url}/{new_name}".split("/", 3)
         if bucket != own_bucket:
             raise OSError(errno.EXDEV, f"a store copies within one bucket, not from {'/'.join(bucket)}", new_name)
-        with source.told(name):
-            store = self._open("/".join(bucket))
-            self._again(lambda: self._obstore.copy(store, unquote(old), unquote(new)))
+        try:
+            with source.told(name):
+                store = self._open("/".join(bucket))
+                self._again(lambda: self._obstore.copy(store, unquote(old), unquote(new)))
+        except ConflictError as error:
+            raise OSError(errno.EAGAIN, str(error), new_name) from None
 
     def delete(self, names: Sequence[str]) -> None:
         """Deletes objects; those that are gone already are no error."""
