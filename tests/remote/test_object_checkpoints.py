@@ -364,8 +364,6 @@ def test_what_cannot_be_in_a_store(url: str) -> None:
     ):
         with pytest.raises(WrongValueError, match=told):
             tte.save({"w": torch.ones(3)}, f"{url}/step-1", no_dist=True, **options)
-    with pytest.raises(WrongValueError, match="safetensors files are not written"):
-        tte.weights.save({"w": torch.ones(3)}, url)
 
 
 def test_without_obstore(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

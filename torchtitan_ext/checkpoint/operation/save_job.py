@@ -167,10 +167,10 @@ class SaveJob:
         check_count(operation, "max_file_bytes", self.max_file_bytes)
         check_argument(operation, "transform", self.transform, (Transform, NoneType), "a tte.transforms.Transform")
         for name, place in (("the path ", self.path), ("fallback=", self.on_storage_error.fallback)):
-            if place is not None and not is_local(place):
+            if place is not None and is_plain_url(place):
                 raise WrongValueError(
                     f"{operation}: got {name}{str(place)!r}, expected a directory: safetensors files are not written "
-                    "to URLs"
+                    "to such URLs"
                 )
         if self.path is not None and os.fspath(self.path).endswith(".safetensors"):
             raise WrongValueError(

@@ -19,7 +19,7 @@ from torchtitan_ext.storage.native.shared_files import CopiedObjects, Unchanged,
 from torchtitan_ext.storage.objects.commit import begin_object_save
 from torchtitan_ext.storage.objects.folder import ObjectFolder
 from torchtitan_ext.storage.objects.leftovers import save_of_metadata
-from torchtitan_ext.storage.objects.parts import ObjectParts
+from torchtitan_ext.storage.objects.parts import RecordParts
 from torchtitan_ext.storage.objects.steps import latest_object_step
 
 
@@ -134,7 +134,7 @@ class ObjectWriter(FileWriter):
     ) -> _core.RankFile:
         path, num_threads = os.fsencode(self._folder / name), thread_count_of(self.thread_count)
         records = _core.RecordWriter(path, BLOCK_BYTES, num_threads, False, to_memory=True)
-        parts = ObjectParts(ObjectFolder(self._folder), name, records, tensor_bytes(items))
+        parts = RecordParts(ObjectFolder(self._folder), name, records, tensor_bytes(items))
         try:
             self._write_records(records, parts.write_queued, items, planner, unchanged)
             return parts.finish(save_id, self.rank or 0)

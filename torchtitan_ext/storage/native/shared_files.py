@@ -233,9 +233,7 @@ class CopiedObjects:
         if name is None:
             raise OSError(errno.EINVAL, "it has a name of stock DCP, which does not say which save wrote it")
         if file.num_bytes > MAX_COPY_BYTES:
-            raise OSError(
-                errno.EFBIG, f"it has {file.num_bytes} bytes, and a store copies at most {MAX_COPY_BYTES}"
-            )
+            raise OSError(errno.EFBIG, f"it has {file.num_bytes} bytes, and a store copies at most {MAX_COPY_BYTES}")
         folder.copy_from(ObjectFolder(self.place), file.name, name)
         end, num_bytes = folder.read_range(name, file.footer_offset, file.num_bytes)
         if (num_bytes, _core.digest(bytes(end))) != (file.num_bytes, file.footer_digest):
