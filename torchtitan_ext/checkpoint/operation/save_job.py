@@ -166,11 +166,12 @@ class SaveJob:
                 )
         check_count(operation, "max_file_bytes", self.max_file_bytes)
         check_argument(operation, "transform", self.transform, (Transform, NoneType), "a tte.transforms.Transform")
-        for name, place in (("the path ", self.path), ("fallback=", self.on_storage_error.fallback)):
-            if place is not None and is_plain_url(place):
+        fallback = self.on_storage_error.fallback
+        for name, place, is_refused in (("the path ", self.path, is_plain_url), ("fallback=", fallback, is_url)):
+            if place is not None and is_refused(place):
                 raise WrongValueError(
                     f"{operation}: got {name}{str(place)!r}, expected a directory: safetensors files are not written "
-                    "to such URLs"
+                    "to this URL"
                 )
         if self.path is not None and os.fspath(self.path).endswith(".safetensors"):
             raise WrongValueError(

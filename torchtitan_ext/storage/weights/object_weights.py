@@ -22,7 +22,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from torchtitan_ext import _core
-from torchtitan_ext.errors import WrongValueError
+from torchtitan_ext.errors import WrongValueError, only_printed
 from torchtitan_ext.state.host_copies import row_major_boxes
 from torchtitan_ext.storage.commit.leftovers import is_checkpoint_name
 from torchtitan_ext.storage.element_types import ITEM_BYTES
@@ -94,7 +94,8 @@ class ObjectWeightsWriter(SafetensorsWriter):
     def abandon(self) -> None:
         commit, self._commit = self._commit, None
         if commit is not None and not commit.may_be_committed:
-            ObjectFolder(self._url).delete(list(self._planned))
+            with only_printed():
+                ObjectFolder(self._url).delete(list(self._planned))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -126,18 +127,20 @@ class ObjectWeightsWriter(SafetensorsWriter):
     def _add(self, parts: Iterable[tuple[FilePart, torch.Tensor]], entries: Entries, boxes: PlacedBoxes) -> None:
         """Adds pieces in the order in which all ranks go through the files, each when the slowest rank is near."""
         assert isinstance(self._one_writer, FilesToObjects), "no files to write to, please report"
-        files, pieces = self._one_writer, []
+        files = self._one_writer
+        pieces: list[tuple[int, FilePart, torch.Tensor]] = []
         for part, values in parts:
             path, entry = entries[part.fqn]
             item_bytes = max([values.element_size(), *(dtype.itemsize for dtype in part.dtypes)])
             for inside, box in row_major_boxes(values, max(1, files.max_queued_bytes // item_bytes)):
                 piece = part._replace(position=part.position + steps(inside, part.strides))
                 begin = entry.begin + piece.position * ITEM_BYTES[entry.dtype]
-                pieces.append((files.position_of(path, begin), piece, box, path, entry))
-        for files.position, piece, box, path, entry in sorted(pieces, key=lambda one: one[0]):
-            while files.position > files.least + _WINDOW_BYTES:
+                pieces.append((files.position_of(path, begin), piece, box))
+        for position, piece, box in sorted(pieces, key=lambda one: one[0]):
+            files.position = position
+            while position > files.least + _WINDOW_BYTES:
                 boxes.write()
-            boxes.add(piece, box.cpu(), path, entry)
+            boxes.add(piece, box.cpu(), *entries[piece.fqn])
         files.position = _END
 
 
