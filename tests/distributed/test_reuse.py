@@ -154,12 +154,12 @@ def test_links_may_be_impossible_on_one_rank_or_all(run_world, tmp_path: Path, w
 
 def save_halves(rank: int, world_size: int, path: Path, earlier: Path | None) -> list[tuple[str, list[str]]]:
     state = {key: torch.arange(80_000.0) + number for number, key in enumerate("ab")}
-    decide = shared_files._worth_a_link
-    shared_files._worth_a_link = lambda index, found: sorted(found)  # each of two ranks uses not quite half of it
+    decide = shared_files._worth_sharing
+    shared_files._worth_sharing = lambda index, found, _: sorted(found)  # each of two ranks uses not quite half of it
     try:
         result = tte.save(state, path, reuse=earlier or path)
     finally:
-        shared_files._worth_a_link = decide
+        shared_files._worth_sharing = decide
     index = _core.parse_index((path / ".tte_index").read_bytes(), "index")
     assert result.not_reused == "" or earlier is None
     return [(file.name, [record.fqn for record in _core.parse_records(file)]) for file in index.files.values()]

@@ -399,7 +399,7 @@ def test_arguments_of_old_that_do_not_go_together(tmp_path: Path, options: dict[
     ("options", "text"),
     [
         ({"max_file_bytes": 0}, "weights.save: got max_file_bytes=0, expected at least 1"),
-        ({"path": "s3://bucket/hf"}, "expected a directory"),
+        ({"path": "memory://bucket/hf"}, "expected a directory"),
         ({"path": "hf/model.safetensors"}, "expected a directory, in which the files"),
     ],
 )

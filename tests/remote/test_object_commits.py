@@ -220,13 +220,13 @@ def test_a_commit_that_arrives_late(proxy: FaultProxy, url: str, number_of: Call
 
 def two_savers(rank: int, world_size: int, url: str, race: int) -> str:
     """Each rank saves by itself; both have begun before one commits."""
-    put = commit.RunningObjectSave._put
+    put = commit.RunningObjectSave.put
 
     def put_together(self: Any, *args: Any) -> None:
         dist.barrier()
         put(self, *args)
 
-    commit.RunningObjectSave._put = put_together  # type: ignore[method-assign]
+    commit.RunningObjectSave.put = put_together  # type: ignore[method-assign]
     try:
         whole = torch.arange(37 * 3.0).view(37, 3) + 1000 * (10 * race + rank)
         with warnings.catch_warnings():
@@ -236,7 +236,7 @@ def two_savers(rank: int, world_size: int, url: str, race: int) -> str:
     except SaveInProgressError as error:
         return "lost" if "committed first" in str(error) else str(error)
     finally:
-        commit.RunningObjectSave._put = put  # type: ignore[method-assign]
+        commit.RunningObjectSave.put = put  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("race", range(NUM_RACES))
@@ -420,14 +420,14 @@ def test_a_save_that_has_decided_is_left_alone(
     url: str, number_of: Callable[[str], int], short_leases: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(1, url, no_dist=True)
-    put = commit.RunningObjectSave._put
+    put = commit.RunningObjectSave.put
 
     def sleep_too_long(self: Any, *args: Any) -> None:
         (left,) = left_at(url)
         assert not remove_left_save(Location(url), left)
         put(self, *args)
 
-    monkeypatch.setattr(commit.RunningObjectSave, "_put", sleep_too_long)
+    monkeypatch.setattr(commit.RunningObjectSave, "put", sleep_too_long)
     save(2, url, no_dist=True)
     assert number_of(url) == 2
 

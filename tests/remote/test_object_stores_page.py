@@ -30,8 +30,8 @@ def environment(object_server: ObjectServer, proxy: FaultProxy, monkeypatch: pyt
 
 
 def test_its_lines_run(url: str, tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
-    names: dict[str, Any] = {"tte": tte, "state": {"w": torch.arange(3.0), "step": 1}, "bucket": url}
+    code, reuse, weights = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    names: dict[str, Any] = {"tte": tte, "state": {"w": torch.arange(3000.0), "step": 1}, "bucket": url}
     exec(code, names)
     assert names["step"] == 1 and tte.latest(f"{url}/run") == f"{url}/run/step-2"
     (commands,) = re.findall(r"```sh\n(.*?)```", PAGE, re.S)
@@ -44,6 +44,12 @@ def test_its_lines_run(url: str, tmp_path: Path) -> None:
     )
     assert told.returncode == 0, told.stderr
     assert f"{url}/run/step-2" in told.stdout and "all checksums match" in told.stdout and "freed" in told.stdout
+    with pytest.warns(UserWarning, match="was saved without fingerprints"):
+        exec(reuse, names)
+    exec(reuse, names)
+    assert names["result"].reused_bytes > 0
+    names["state"] = {"w": torch.arange(3000.0)}
+    exec(weights, names)
 
 
 def requests(proxy: FaultProxy) -> Counter[str]:
@@ -66,7 +72,27 @@ def test_the_requests_of_each_call(url: str, proxy: FaultProxy) -> None:
     tte.save(state, f"{run}/step-2", no_dist=True)
     requests(proxy)
     assert tte.latest(run) == f"{run}/step-2"
+    assert requests(proxy) == {"LIST": 1, "HEAD": 1}
+    ObjectFolder(Location(f"{run}/step-3")).put("unfinished", b"")
+    requests(proxy)
+    assert tte.latest(run) == f"{run}/step-2"
     assert requests(proxy) == {"LIST": 1, "HEAD": 2}
+
+
+def test_the_requests_of_a_save_that_reuses(url: str, proxy: FaultProxy) -> None:
+    run = f"{url}/run"
+    state = {"w": torch.arange(300_000.0)}
+    tte.save(state, f"{run}/step-1", no_dist=True, reuse="latest")
+    requests(proxy)
+    assert tte.save(state, f"{run}/step-2", no_dist=True, reuse="latest").num_bytes == 0
+    # The data is not put, but copied by a PUT, of which the end is read.
+    assert requests(proxy) == {"LIST": 1 + 2, "HEAD": 2 + 1, "PUT": 4 + 1, "DELETE": 1, "GET": 1 + 1 + 1}
+
+
+def test_the_requests_of_weights(url: str, proxy: FaultProxy) -> None:
+    state = {"w": torch.arange(3000.0), "v": torch.arange(300), "large": torch.zeros(5 << 20)}  # the last has 20 MiB
+    tte.weights.save(state, url, no_dist=True, max_file_bytes=1)
+    assert requests(proxy) == {"LIST": 1, "PUT": 1 + 2 + 2, "POST": 2}
 
 
 def test_a_large_object_is_put_and_got_in_parts(url: str, proxy: FaultProxy) -> None:

@@ -88,9 +88,9 @@ def save(
         fingerprints: Store a fingerprint of each saved chunk, taken while it is written, for ``load`` with
             ``prove=True``. A ``FileWriter`` of one's own has the same argument.
         reuse: An earlier checkpoint, or ``"latest"``: the latest step of the run that ``path`` is a step of. What has
-            not changed since is not written again: the new checkpoint links the files that hold it, and stays whole
-            whatever becomes of the earlier one. Takes fingerprints. A ``FileWriter`` of one's own has the same
-            argument.
+            not changed since is not written again: the new checkpoint links the files that hold it, or an object store
+            copies them, and it stays whole whatever becomes of the earlier one. Takes fingerprints. A ``FileWriter`` of
+            one's own has the same argument.
         old: What is given to ``tte.CheckpointManager`` or ``tte.weights.save`` since 0.2 (docs/use/migrate.md): it
             works, with a ``DeprecationWarning``.
 

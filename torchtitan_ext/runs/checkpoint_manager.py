@@ -67,7 +67,8 @@ class CheckpointManager:
             same name in a folder of the run, and is found there by ``resume`` and ``steps``.
         retries: How often a save that storage refused is tried again before that.
         max_failures: With ``on_error="warn"``, which failure in a row is raised all the same.
-        reuse: Whether what has not changed since the latest step is linked, not written again.
+        reuse: Whether what has not changed since the latest step is linked, or copied by an object store, not
+            written again.
         fingerprints: Whether saves store fingerprints of their chunks.
         prove: Whether ``resume`` compares what it has loaded with these fingerprints.
         policy: What ``resume`` does with each component, and about missing and unexpected keys.

@@ -26,11 +26,12 @@ DATA_SUFFIX = ".distcp"
 _SAVE_ID = re.compile("[0-9a-f]{32}")
 
 # A file that several checkpoints may share, which has the same name in each of them. Stock DCP opens no file of such a
-# name, and a version of this package that does not know it leaves the file alone. The last digit is 1 for a file of
-# what had not changed since the checkpoint before: a rank may write both kinds.
-SHARED_NAME = r"(__\d+_([0-9a-f]{32}))\.([01])\.distcp"
+# name, and a version of this package that does not know it leaves the file alone. The digit is 1 for a file of what had
+# not changed since the checkpoint before: a rank may write both kinds. An object store has no links: there each
+# checkpoint has a copy, and the name goes on with the id of the save that the copy belongs to.
+SHARED_NAME = r"__\d+_([0-9a-f]{32})\.[01](?:\.[0-9a-f]{32})?\.distcp"
 _SHARED = re.compile(SHARED_NAME)
-_LINKABLE = re.compile(r"(__\d+_[0-9a-f]{32})\.distcp")
+_LINKABLE = re.compile(r"(__\d+_[0-9a-f]{32})(?:\.([01])(?:\.[0-9a-f]{32})?)?\.distcp")
 
 # A message names so many keys of which bytes are damaged.
 _MAX_NAMED = 4
@@ -64,13 +65,16 @@ def is_save_id(save_id: object) -> TypeGuard[str]:
     return isinstance(save_id, str) and _SAVE_ID.fullmatch(save_id) is not None
 
 
-def shared_name(name: str) -> str | None:
+def shared_name(name: str, owner: str | None = None) -> str | None:
     """The name of a file in the checkpoints that share it.
 
     ``None`` if it can have no second name: stock DCP writes into files of its own names, and so into all links of them.
+
+    Args:
+        owner: In an object store, the id of the save that the file is copied for.
     """
     match = _LINKABLE.fullmatch(name)
-    return name if _SHARED.fullmatch(name) else None if match is None else f"{match[1]}.0{DATA_SUFFIX}"
+    return None if match is None else _with_owner(f"{match[1]}.{match[2] or 0}", owner)
 
 
 def data_name(prefix: str, save_id: str) -> str:
@@ -78,15 +82,19 @@ def data_name(prefix: str, save_id: str) -> str:
     return f"{prefix}{save_id}{DATA_SUFFIX}"
 
 
-def kept_name(prefix: str, save_id: str) -> str:
-    """The name of a rank's file of what has not changed."""
-    return f"{prefix}{save_id}.1{DATA_SUFFIX}"
+def kept_name(prefix: str, save_id: str, owner: str | None = None) -> str:
+    """The name of a rank's file of what has not changed; ``owner`` as for ``shared_name``."""
+    return _with_owner(f"{prefix}{save_id}.1", owner)
+
+
+def _with_owner(stem: str, owner: str | None) -> str:
+    return f"{stem}{DATA_SUFFIX}" if owner is None else f"{stem}.{owner}{DATA_SUFFIX}"
 
 
 def sharing_save(name: str) -> str | None:
     """The id of the save that wrote a file with a name of ``shared_name``; ``None`` for other names."""
     match = _SHARED.fullmatch(name)
-    return None if match is None else match[2]
+    return None if match is None else match[1]
 
 
 def safetensors_paths(path: Path) -> list[Path]:

@@ -252,13 +252,13 @@ def test_the_first_save_of_a_run_says_nothing(tmp_path: Path) -> None:
 def test_a_step_that_goes_while_it_is_read_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {**random_weights(4), "step": 1}
     save_step(tmp_path, 1, state)
-    find = shared_files._worth_a_link
+    find = shared_files._worth_sharing
 
     def find_too_late(*args: Any) -> list[str]:
         shutil.rmtree(tmp_path / "step-1")
         return find(*args)
 
-    monkeypatch.setattr(shared_files, "_worth_a_link", find_too_late)
+    monkeypatch.setattr(shared_files, "_worth_sharing", find_too_late)
     with pytest.warns(UserWarning, match="cannot be shared: No such file"):
         save_step(tmp_path, 2, state)
     check_step(tmp_path / "step-2", state)
@@ -382,7 +382,7 @@ def test_a_tensor_that_grows_keeps_its_old_rows_only_as_a_chunk(tmp_path: Path) 
     ("options", "text"),
     [
         ({"reuse": "latest", "storage_writer": FileWriter("somewhere")}, r"FileWriter\(path, reuse=...\)"),
-        ({"reuse": "s3://bucket/step-1"}, "expected a directory: other storage has no links"),
+        ({"reuse": "s3://bucket/step-1"}, "expected both on disks or both in a store"),
     ],
 )
 def test_where_nothing_can_be_linked_the_argument_is_refused(

@@ -121,7 +121,9 @@ class SaveJob:
         if self.format == "safetensors":
             self._check_weights(operation)
         self._check_keep(operation)
-        reuse = self.reuse if self.reuse in (None, "latest") else os.path.abspath(self.reuse)
+        reuse = self.reuse
+        if reuse is not None and reuse != "latest" and is_local(reuse):
+            reuse = os.path.abspath(reuse)
         return replace(self, reuse=reuse, runs=self.on_storage_error.runs_of(self.path))
 
     @property
@@ -143,13 +145,16 @@ class SaveJob:
         keep = f"keep={self.keep and self.keep.newest}"
         for is_asked, option, place, is_refused, why in (
             (self.branch == "error", "branch='error'", self.path, is_url, "newer steps at a URL are not looked for"),
-            (reuse is not None, f"reuse={reuse!r}", self.path, is_url, "other storage has no links"),
-            (reuse is not None, f"reuse={reuse!r}", reuse, is_url, "other storage has no links"),
+            (reuse is not None, f"reuse={reuse!r}", self.path, is_plain_url, "other storage has no links"),
             (self.fingerprints, "fingerprints=True", self.path, is_plain_url, "they stand in an index of our files"),
             (self.keep is not None, keep, self.place, is_plain_url, removes),
         ):
             if is_asked and place is not None and is_refused(place):
                 raise WrongValueError(f"{operation}: got {option} and {str(place)!r}, expected a directory: {why}")
+        if reuse not in (None, "latest") and self.path is not None and is_local(reuse) != is_local(self.path):
+            raise WrongValueError(
+                f"{operation}: got reuse={reuse!r} and {str(self.path)!r}, expected both on disks or both in a store"
+            )
 
     def _check_weights(self, operation: str) -> None:
         """Raises TypeError or ValueError unless safetensors can be written so, to this path and to the fallback."""
@@ -161,11 +166,12 @@ class SaveJob:
                 )
         check_count(operation, "max_file_bytes", self.max_file_bytes)
         check_argument(operation, "transform", self.transform, (Transform, NoneType), "a tte.transforms.Transform")
-        for name, place in (("the path ", self.path), ("fallback=", self.on_storage_error.fallback)):
-            if place is not None and not is_local(place):
+        fallback = self.on_storage_error.fallback
+        for name, place, is_refused in (("the path ", self.path, is_plain_url), ("fallback=", fallback, is_url)):
+            if place is not None and is_refused(place):
                 raise WrongValueError(
                     f"{operation}: got {name}{str(place)!r}, expected a directory: safetensors files are not written "
-                    "to URLs"
+                    "to this URL"
                 )
         if self.path is not None and os.fspath(self.path).endswith(".safetensors"):
             raise WrongValueError(

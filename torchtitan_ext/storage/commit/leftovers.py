@@ -34,7 +34,7 @@ _OF_CHECKPOINT = re.compile(
     r"(__\d+)?\.metadata(\.tmp)?|__\d+_(\d+|[0-9a-f]{32})\.distcp|(__\d+)?\.tte_index(\.[0-9a-f]{32})?"
     f"|{SHARED_NAME}"
 )
-_SAVE_ID = re.compile(r"__\d+_([0-9a-f]{32})\.distcp|(?:__\d+)?\.tte_index\.([0-9a-f]{32})")
+_SAVE_ID = re.compile(r"__\d+_(?:[0-9a-f]{32}\.[01]\.)?([0-9a-f]{32})\.distcp|(?:__\d+)?\.tte_index\.([0-9a-f]{32})")
 _OF_RANK = re.compile(r"__(\d+)[._].*")
 _RANK_METADATA = re.compile(r"__\d+\.metadata")
 
@@ -174,7 +174,7 @@ def remove_files(directory: Path, names: Iterable[str]) -> None:
 
 
 def save_id_of(name: str) -> str | None:
-    """The save id in the name of a file; ``None`` without one."""
+    """The id of the save that a file belongs to, by its name; ``None`` where that does not say, as of a link."""
     match = _SAVE_ID.fullmatch(name)
     return None if match is None else match[1] or match[2]
 

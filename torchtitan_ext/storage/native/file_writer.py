@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import io
 import os
 import uuid
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, get_args, runtime_checkable
 
@@ -43,7 +43,14 @@ from torchtitan_ext.storage.location import Place, is_local
 from torchtitan_ext.storage.metadata.metadata_file import encode_metadata, encode_tables, send_as_place
 from torchtitan_ext.storage.metadata.saved_metadata import DCP_VERSION
 from torchtitan_ext.storage.native.device_buckets import OutgoingBuckets, bucket_bytes_of
-from torchtitan_ext.storage.native.shared_files import CountsRequests, Unchanged, WrittenFiles, share_unchanged
+from torchtitan_ext.storage.native.shared_files import (
+    CountsRequests,
+    EarlierFiles,
+    LinkedFiles,
+    Unchanged,
+    WrittenFiles,
+    share_unchanged,
+)
 from torchtitan_ext.storage.progress import progress
 from torchtitan_ext.storage.raw_tensor import ELEMENT_TYPES, NAMES, raw_memory
 
@@ -357,20 +364,35 @@ class FileWriter(StorageWriter):
     def _write(self, plan: SavePlan, planner: SavePlanner) -> WrittenFiles | None:
         # Plans do not carry the save id: a cached plan would bring back an old one.
         place = find_place(self._directory, self.rank or 0, is_own=not self.use_collectives)
-        if not plan.items:
-            return None
+        prefix = plan.storage_data.prefix
+        earlier = None
+        if place.earlier is not None:
+            earlier = LinkedFiles(place.earlier, place.directory, sync=self.sync)
+        names = place.data_name(prefix), kept_name(prefix, place.save_id)
+        return self._write_changed(plan, planner, earlier, names, partial(self._write_file, place))
+
+    def _write_changed(
+        self,
+        plan: SavePlan,
+        planner: SavePlanner,
+        earlier: EarlierFiles | None,
+        names: tuple[str, str],
+        write_file: Callable[[str, list[WriteItem], SavePlanner, Unchanged], _core.RankFile],
+    ) -> WrittenFiles | None:
+        """Writes the items that need not lie in files of an earlier checkpoint: what has changed, and what has not."""
         items = values_first(plan.items)
-        name = place.data_name(plan.storage_data.prefix)
-        if place.earlier is None:
-            return WrittenFiles([self._write_file(place, name, items, planner)])
+        if not items:
+            return None
+        if earlier is None:
+            return WrittenFiles([write_file(names[0], items, planner, _NOT_COMPARED)])
         if isinstance(planner, WritesInPortions):
             reason = "a state that is staged in portions is written before it is known what has changed"
-            return WrittenFiles([self._write_file(place, name, items, planner)], not_reused=reason)
-        unchanged = share_unchanged(items, planner, place.earlier, place.directory, sync=self.sync)
+            return WrittenFiles([write_file(names[0], items, planner, _NOT_COMPARED)], not_reused=reason)
+        unchanged = share_unchanged(items, planner, earlier)
         kept = [item for item in items if item.index in unchanged.kept]
         changed = [item for item in items if item.index not in unchanged.kept | unchanged.reused]
-        groups = {name: changed, kept_name(plan.storage_data.prefix, place.save_id): kept}
-        written = [self._write_file(place, name, group, planner, unchanged) for name, group in groups.items() if group]
+        groups = zip(names, (changed, kept), strict=True)
+        written = [write_file(name, group, planner, unchanged) for name, group in groups if group]
         return WrittenFiles(written, unchanged.shared, unchanged.not_reused)
 
     def _write_file(
@@ -379,7 +401,7 @@ class FileWriter(StorageWriter):
         name: str,
         items: list[WriteItem],
         planner: SavePlanner,
-        unchanged: Unchanged = _NOT_COMPARED,
+        unchanged: Unchanged,
     ) -> _core.RankFile:
         path, num_threads = os.fsencode(place.directory / name), thread_count_of(self.thread_count)
         records = _core.RecordWriter(path, BLOCK_BYTES, num_threads, self.sync)
@@ -392,7 +414,7 @@ class FileWriter(StorageWriter):
         write_queued: Callable[[], None],
         items: list[WriteItem],
         planner: SavePlanner,
-        unchanged: Unchanged = _NOT_COMPARED,
+        unchanged: Unchanged,
     ) -> None:
         """Queues the records of all items, and has them written from time to time."""
         with progress(
@@ -464,7 +486,7 @@ class _Batch:
         self._records = records
         self._held: list[Any] = []
         # Not a method: the buffers of buckets are freed with this object, without the garbage collector.
-        self._write_queued = functools.partial(_write_queued, records, write_queued, self._held, advance)
+        self._write_queued = partial(_write_queued, records, write_queued, self._held, advance)
         self._bucket_bytes = bucket_bytes
         self._takes_sums = takes_sums
         self._buckets: OutgoingBuckets | None = None

@@ -1,16 +1,18 @@
 """What a save need not write again: records of an earlier checkpoint with equal bytes, in files that both share.
 
 A shared file is one file on the disk with a name in each checkpoint (a hard link). Each rank decides alone, about what
-it would write itself, and links for itself; that two ranks link one file is one link.
+it would write itself, and links for itself; that two ranks link one file is one link. In an object store a shared file
+is a copy, made by the store.
 
-A rank links a file if at least half of its bytes are used: what is not used lies there as long as the file is linked.
-The rest of what has not changed goes into a file of its own, beside the one for what has: the next save uses all of the
+A rank shares a file if enough of its bytes are used: what is not used lies there as long as the file is shared. The
+rest of what has not changed goes into a file of its own, beside the one for what has: the next save uses all of the
 former, and none of the latter.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Mapping, Sequence
@@ -25,13 +27,20 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torchtitan_ext import _core
 from torchtitan_ext.state.host_copies import takes_operators
 from torchtitan_ext.state.value_digest import fetch_sums, sum_box
-from torchtitan_ext.storage.checkpoint_files import shared_name, shown
+from torchtitan_ext.storage.checkpoint_files import index_path, shared_name, shown
 from torchtitan_ext.storage.commit.opened import OpenedCheckpoint, has_footer
+from torchtitan_ext.storage.location import Location, Place
+from torchtitan_ext.storage.objects.folder import ObjectFolder
 from torchtitan_ext.storage.raw_tensor import NAMES, raw_memory
 
 # A rank that could link more files than this links half as many, the largest, and writes the rest again, in one file:
 # hundreds of saves must not end in hundreds of files.
 MAX_SHARED_FILES = 16
+
+_ANOTHER_FILE = "it is not the file that its index describes"
+
+# No store copies more by one request (S3: 5 GB).
+MAX_COPY_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
@@ -76,24 +85,21 @@ class Unchanged:
     not_reused: str = ""
 
 
-def share_unchanged(
-    items: Sequence[WriteItem], planner: SavePlanner, earlier: Path, directory: Path, *, sync: bool
-) -> Unchanged:
-    """Links the files of an earlier checkpoint that hold enough of these items into the directory of a save.
+def share_unchanged(items: Sequence[WriteItem], planner: SavePlanner, earlier: EarlierFiles) -> Unchanged:
+    """Shares the files of an earlier checkpoint that hold enough of these items.
 
     Our planner is asked once more for what is to be written. What others give is held until then: of DCP's planner
     these are the tensors of the state.
     """
     try:
-        opened = OpenedCheckpoint(earlier)
-        path, content = opened.read_index(None, None)
+        path, content = earlier.read_index()
         if content is None:
-            return Unchanged(not_reused=f"{earlier} has no index of ours")
+            return Unchanged(not_reused=f"{earlier.place} has no index of ours")
         index = _core.parse_index(content, shown(path))
     except (OSError, ValueError) as error:
         return Unchanged(not_reused=str(error))
     if not index.has_sums:
-        return Unchanged(not_reused=f"{earlier} was saved without fingerprints")
+        return Unchanged(not_reused=f"{earlier.place} was saved without fingerprints")
     values: dict[MetadataIndex, Any] = {}
     wanted = _records_of(items, planner, None if isinstance(planner, CountsRequests) else values)
     found: dict[str, dict[MetadataIndex, _core.SavedRecord]] = {}
@@ -103,17 +109,16 @@ def share_unchanged(
     shared: list[_core.RankFile] = []
     reused: set[MetadataIndex] = set()
     problems: list[str] = []
-    for name in _worth_a_link(index, found):
+    for name in _worth_sharing(index, found, earlier.least_part):
         file = index.files[name]
-        new_name = shared_name(name)
-        if new_name is None:
-            problems.append(f"{earlier / name} has a name of stock DCP, which would write into it")
-        elif problem := _link(opened, file, directory / new_name, sync=sync):
-            problems.append(problem)
-        else:
-            save_id = file.save_id or index.save_id
-            shared.append(_core.share_file(file, save_id, new_name, list(found[name].values())))
-            reused |= found[name].keys()
+        try:
+            new_name = earlier.share(file)
+        except OSError as error:
+            problems.append(f"{earlier.place / name} cannot be shared: {error.strerror}")
+            continue
+        save_id = file.save_id or index.save_id
+        shared.append(_core.share_file(file, save_id, new_name, list(found[name].values())))
+        reused |= found[name].keys()
     kept = frozenset().union(*found.values()) - reused
     if isinstance(planner, CountsRequests):
         planner.expect_requests(-len(reused))
@@ -158,28 +163,85 @@ def _records_of(
     }
 
 
-def _worth_a_link(index: _core.Index, found: Mapping[str, Mapping[MetadataIndex, _core.SavedRecord]]) -> list[str]:
+def _worth_sharing(
+    index: _core.Index, found: Mapping[str, Mapping[MetadataIndex, _core.SavedRecord]], least_part: float
+) -> list[str]:
     """The files of which enough is used, those with the most used bytes first."""
     used = {name: sum(record.num_bytes for record in records.values()) for name, records in found.items()}
-    worth = [name for name, num_bytes in used.items() if 2 * num_bytes >= index.files[name].footer_offset]
+    worth = [name for name, num_bytes in used.items() if num_bytes >= least_part * index.files[name].footer_offset]
     worth.sort(key=lambda name: (-used[name], name))
     return worth if len(worth) <= MAX_SHARED_FILES else worth[: MAX_SHARED_FILES // 2]
 
 
-def _link(opened: OpenedCheckpoint, file: _core.RankFile, path: Path, *, sync: bool) -> str:
-    """Gives a file of an opened checkpoint a second name; returns why that is not possible.
+@dataclass
+class LinkedFiles:
+    """Links files of an earlier checkpoint, at least half used, into the directory of a save; with ``sync`` they are on
+    the disk then."""
 
-    The file may be gone or another one by now: what the new name leads to is compared with the index. A name that is of
-    no use stays, since another rank may use it; the commit removes those that none uses.
-    """
-    try:
+    least_part = 0.5
+
+    place: Path
+    directory: Path
+    sync: bool
+
+    def read_index(self) -> tuple[Place, bytes | None]:
+        self._opened = OpenedCheckpoint(self.place)
+        return self._opened.read_index(None, None)
+
+    def share(self, file: _core.RankFile) -> str:
+        """Makes a file of the index one of the new checkpoint too, and returns its name there.
+
+        Raises:
+            OSError: That is not possible, or it is gone. Where it is another file than the index describes, the new
+                name stays, since another rank may use it; the commit removes those that none uses.
+        """
+        name = shared_name(file.name)
+        if name is None:
+            raise OSError(errno.EINVAL, "it has a name of stock DCP, which would write into it")
         with contextlib.suppress(FileExistsError):  # another rank was first
-            opened.link(file.name, path)
-        if not _is_as_indexed(path, file, sync=sync):
-            return f"{opened.directory / file.name} is not the file that its index describes"
-    except OSError as error:
-        return f"{opened.directory / file.name} cannot be shared: {error.strerror}"
-    return ""
+            self._opened.link(file.name, self.directory / name)
+        # It may be gone or another one by now.
+        if not _is_as_indexed(self.directory / name, file, sync=self.sync):
+            raise OSError(errno.ESTALE, _ANOTHER_FILE)
+        return name
+
+
+@dataclass
+class CopiedObjects:
+    """Has a store copy the objects of an earlier checkpoint into the folder of a save, under names of that save.
+
+    A copy takes space, so nearly all of it must be used. It may be asked for again, whatever became of an answer: no
+    save changes the bytes of an object that has a save's id.
+
+    Attributes:
+        earlier_id: The id of the save that made the earlier checkpoint; ``None`` if it is not ours.
+    """
+
+    least_part = 0.9
+
+    place: Location
+    earlier_id: str | None
+    target: Location
+    save_id: str
+
+    def read_index(self) -> tuple[Place, bytes | None]:
+        path = index_path(self.place, None, self.earlier_id)
+        return path, None if self.earlier_id is None else ObjectFolder(self.place).content(path.name)
+
+    def share(self, file: _core.RankFile) -> str:
+        name, folder = shared_name(file.name, self.save_id), ObjectFolder(self.target)
+        if name is None:
+            raise OSError(errno.EINVAL, "it has a name of stock DCP, which does not say which save wrote it")
+        if file.num_bytes > MAX_COPY_BYTES:
+            raise OSError(errno.EFBIG, f"it has {file.num_bytes} bytes, and a store copies at most {MAX_COPY_BYTES}")
+        folder.copy_from(ObjectFolder(self.place), file.name, name)
+        end, num_bytes = folder.read_range(name, file.footer_offset, file.num_bytes)
+        if (num_bytes, _core.digest(bytes(end))) != (file.num_bytes, file.footer_digest):
+            raise OSError(errno.ESTALE, _ANOTHER_FILE)
+        return name
+
+
+EarlierFiles = LinkedFiles | CopiedObjects
 
 
 def _is_as_indexed(path: Path, file: _core.RankFile, *, sync: bool) -> bool:

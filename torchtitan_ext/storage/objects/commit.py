@@ -27,21 +27,75 @@ COMMIT_SECONDS = 300.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0
 
 
-class RunningObjectSave:
-    """A save that has a lease in its folder. Only the coordinator has one; not collective.
+class ObjectCommit:
+    """The one put that commits a save. Only the coordinator has one; not collective.
 
     Args:
-        replaced: The version of ``.metadata`` that the save replaces; ``None`` if there was none.
+        replaced: The version of the object that the put replaces; ``None`` if there was none.
     """
 
     def __init__(self, target: Location, save_id: str, replaced: ObjectStamp | None) -> None:
-        self.replaces = replaced is not None
         self._target = target
         self._save_id = save_id
         self._replaced = replaced
         self._folder = ObjectFolder(target)
+        self.may_be_committed = False
+
+    def put(self, name: str, content: bytes) -> None:
+        """Puts an object until the store says that it has it, or another one.
+
+        A request that seems to have failed may still arrive, so only the same one may follow it: whichever of them
+        arrives first commits, and the others conflict with it.
+        """
+        deadline = time.monotonic() + min(COMMIT_SECONDS, LEASE_SECONDS)
+        pause, reason = _FIRST_PAUSE, ""
+        self.may_be_committed = True
+        while True:
+            try:
+                self._folder.put_if(name, content, self._replaced)
+                return
+            except (ConflictError, OSError) as error:
+                if isinstance(error, PermissionError) and not reason:
+                    self.may_be_committed = False
+                    raise
+                reason = str(error)
+            try:
+                found, is_ours = self._read_back(name, content)
+            except OSError as error:
+                reason = f"{reason}; {error}"
+            else:
+                if is_ours:
+                    return
+                if not _is_same(found, self._replaced):
+                    self.may_be_committed = False
+                    raise SaveInProgressError(str(self._target), "another save, which has committed first", "")
+            if time.monotonic() > deadline:
+                raise UnknownOutcomeError(str(self._target), self._save_id, reason)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _read_back(self, name: str, content: bytes) -> tuple[ObjectStamp | None, bool]:
+        """The version that is there now, and whether it is this save's."""
+        try:
+            found, stamp = self._folder.read_stamped(name)
+        except FileNotFoundError:
+            return None, False
+        return stamp, found == content
+
+
+class RunningObjectSave(ObjectCommit):
+    """A save that has a lease in its folder. Only the coordinator has one; not collective.
+
+    Args:
+        replaced: The version of ``.metadata`` that the save replaces; ``None`` if there was none.
+        copies: Whether ranks copy objects of an earlier checkpoint.
+    """
+
+    def __init__(self, target: Location, save_id: str, replaced: ObjectStamp | None, *, copies: bool) -> None:
+        super().__init__(target, save_id, replaced)
+        self.replaces = replaced is not None
         self._lease = Lease(self._folder, save_id)
-        self._may_be_committed = False
+        self._copies = copies
 
     @property
     def commits_by_metadata(self) -> bool:
@@ -54,7 +108,10 @@ class RunningObjectSave:
             raise CheckpointFailedError("save", {0: f"{', '.join(sorted(marks))} belong to another save"})
 
     def remove_unused(self, used: Collection[str]) -> None:
-        """Nothing: no file of an earlier checkpoint is shared."""
+        """Deletes copies that no rank uses after all: no clean-up takes what has the id of a committed save."""
+        if self._copies:
+            with only_printed():
+                self._delete_own(used)
 
     def commit(self, index: bytes, metadata: bytes | None, *, sync: bool, confirm: Callable[[], None]) -> Location:
         """Makes the files of all ranks the checkpoint; the arguments are those of ``RunningSave.commit``.
@@ -72,7 +129,7 @@ class RunningObjectSave:
         confirm()
         self._lease.decide()
         path = metadata_path(self._target, None)
-        self._put(path.name, metadata)
+        self.put(path.name, metadata)
         with only_printed():
             self._lease.release()
         return path
@@ -81,68 +138,33 @@ class RunningObjectSave:
         """Deletes the files of a save that has failed on all ranks; none where ``.metadata`` may name them. What the
         store does not let go stays, with a warning, for a clean-up."""
         self._lease.stop()
-        if self._may_be_committed:
+        if self.may_be_committed:
             return
         try:
-            own = [name for name in self._folder.stamps() if save_id_of(name) == self._save_id]
-            self._folder.delete(own)
+            self._delete_own()
             self._lease.release()
         except OSError as error:
             with only_printed():
                 warn(f"{self._target}: files of the failed save {self._save_id} stay for gc ({error})")
 
-    def _put(self, name: str, content: bytes) -> None:
-        """Puts ``.metadata`` until the store says that it has it, or another one.
-
-        A request that seems to have failed may still arrive, so only the same one may follow it: whichever of them
-        arrives first commits, and the others conflict with it.
-        """
-        deadline = time.monotonic() + min(COMMIT_SECONDS, LEASE_SECONDS)
-        pause, reason = _FIRST_PAUSE, ""
-        self._may_be_committed = True
-        while True:
-            try:
-                self._folder.put_if(name, content, self._replaced)
-                return
-            except (ConflictError, OSError) as error:
-                if isinstance(error, PermissionError) and not reason:
-                    self._may_be_committed = False
-                    raise
-                reason = str(error)
-            try:
-                found, is_ours = self._read_back(name, content)
-            except OSError as error:
-                reason = f"{reason}; {error}"
-            else:
-                if is_ours:
-                    return
-                if not _is_same(found, self._replaced):
-                    self._may_be_committed = False
-                    raise SaveInProgressError(str(self._target), "another save, which has committed first", "")
-            if time.monotonic() > deadline:
-                raise UnknownOutcomeError(str(self._target), self._save_id, reason)
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-
-    def _read_back(self, name: str, content: bytes) -> tuple[ObjectStamp | None, bool]:
-        """The version of ``.metadata`` that is there now, and whether it is this save's."""
-        try:
-            found, stamp = self._folder.read_stamped(name)
-        except FileNotFoundError:
-            return None, False
-        return stamp, found == content
+    def _delete_own(self, kept: Collection[str] = ()) -> None:
+        own = [name for name in self._folder.stamps() if save_id_of(name) == self._save_id]
+        self._folder.delete([name for name in own if name not in kept])
 
 
 def _is_same(found: ObjectStamp | None, expected: ObjectStamp | None) -> bool:
     return found is None if expected is None else expected.is_version(found)
 
 
-def begin_object_save(target: Location, save_id: str) -> RunningObjectSave:
+def begin_object_save(target: Location, save_id: str, *, copies: bool = False) -> RunningObjectSave:
     """Notes what is at the target, and takes a lease for a save.
+
+    Args:
+        copies: Whether ranks copy objects of an earlier checkpoint.
 
     Raises:
         FileExistsError: The target holds safetensors.
     """
     folder = ObjectFolder(target)
     refuse_old_weights(target, folder.stamps())
-    return RunningObjectSave(target, save_id, folder.stamp(metadata_path(target, None).name))
+    return RunningObjectSave(target, save_id, folder.stamp(metadata_path(target, None).name), copies=copies)

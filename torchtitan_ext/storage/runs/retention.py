@@ -21,9 +21,10 @@ from torchtitan_ext.storage.commit.leftovers import (
 )
 from torchtitan_ext.storage.commit.steps import has_finished, own_pattern, step_of, step_paths
 from torchtitan_ext.storage.inspect.verify import is_whole
-from torchtitan_ext.storage.location import Location, Place, is_local
+from torchtitan_ext.storage.location import Location, Place, is_in_object_store, is_local
 from torchtitan_ext.storage.metadata.saved_metadata import ranks_with_metadata
 from torchtitan_ext.storage.objects.leftovers import remove_object_step
+from torchtitan_ext.storage.objects.steps import latest_object_step
 from torchtitan_ext.storage.runs.remote_steps import remote_steps
 
 
@@ -62,6 +63,9 @@ def latest(run_dir: str | os.PathLike[str], *, step_pattern: str | None = None) 
     """
     if is_local(run_dir):
         return latest_path(Path(run_dir), step_pattern)
+    if is_in_object_store(run_dir):
+        step = latest_object_step(Location(run_dir), step_pattern)
+        return None if step is None else str(step)
     steps = remote_steps(os.fspath(run_dir), step_pattern).finished
     return steps[max(steps)] if steps else None
 

@@ -99,7 +99,7 @@ class PlacedBoxes:
         widest = max(dtype.itemsize for dtype in part.dtypes)
         for inside, box in row_major_boxes(values, max(1, _CAST_BYTES // widest)):
             cast = functools.reduce(torch.Tensor.to, part.dtypes, box)
-            self._add_plain(path, begin + _steps(inside, part.strides) * item_bytes, part.strides, cast)
+            self._add_plain(path, begin + steps(inside, part.strides) * item_bytes, part.strides, cast)
 
     def write(self) -> None:
         """Writes all that was added."""
@@ -117,7 +117,7 @@ class PlacedBoxes:
             self._buckets = OutgoingBuckets(self._bucket_bytes, self._write_queued)
         item_bytes = values.element_size()
         for inside, part in row_major_boxes(values, self._bucket_bytes // item_bytes):
-            at = begin + _steps(inside, strides) * item_bytes
+            at = begin + steps(inside, strides) * item_bytes
             packed = row_major_strides(part.shape)
             self._buckets.add(
                 part, functools.partial(self._add_memory, path, at, strides, part.shape, item_bytes, packed)
@@ -128,7 +128,7 @@ class PlacedBoxes:
         # Of a round that others take part in no rank gets more than it has room for.
         max_elements = values.numel() if self._one_writer is None else max(1, self._max_queued // item_bytes)
         for inside, part in row_major_boxes(values, max_elements):
-            at = begin + _steps(inside, strides) * item_bytes
+            at = begin + steps(inside, strides) * item_bytes
             self._add_memory(path, at, strides, part.shape, item_bytes, part.stride(), part.data_ptr())
             self._held.append(part)
             self._held_bytes += part.nbytes
@@ -178,5 +178,5 @@ class PlacedBoxes:
         return is_over
 
 
-def _steps(offsets: Sequence[int], strides: Sequence[int]) -> int:
+def steps(offsets: Sequence[int], strides: Sequence[int]) -> int:
     return sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))

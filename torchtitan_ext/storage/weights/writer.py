@@ -7,14 +7,15 @@ import os
 import resource
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.futures import Future
 
@@ -23,18 +24,18 @@ from torchtitan_ext.errors import DamagedCheckpointError, Problem, WrongValueErr
 from torchtitan_ext.storage.checkpoint_files import safetensors_paths, sync_directory, thread_count_of
 from torchtitan_ext.storage.commit.commit import NotSharedError
 from torchtitan_ext.storage.commit.staged_target import staged_target
-from torchtitan_ext.storage.formats.safetensors_files import SafetensorsEntry
+from torchtitan_ext.storage.formats.safetensors_files import NewSafetensors, SafetensorsEntry
 from torchtitan_ext.storage.formats.sparse_files import sync_files
 from torchtitan_ext.storage.formats.weights_directory import refuse_irreplaceable, replace_weights
 from torchtitan_ext.storage.futures import finished
-from torchtitan_ext.storage.location import is_local
+from torchtitan_ext.storage.location import Place, is_local
 from torchtitan_ext.storage.native.file_writer import WritesInPortions, ask_nobody
 from torchtitan_ext.storage.native.shared_files import CountsRequests
 from torchtitan_ext.storage.progress import progress
 from torchtitan_ext.storage.weights.boxes import PlacedBoxes
 from torchtitan_ext.storage.weights.layout import file_names, find_places, lay_out_weights, make_weights
 from torchtitan_ext.storage.weights.one_writer import OneWriterPerFile, WriterRanks
-from torchtitan_ext.storage.weights.placed import SameTensors, TensorForms, WeightsMap, plain_value
+from torchtitan_ext.storage.weights.placed import FilePart, SameTensors, TensorForms, WeightsMap, plain_value
 
 MAX_FILE_BYTES = 5 * 10**9
 """Of the tensors of one file: what Hugging Face's libraries take by default."""
@@ -44,6 +45,10 @@ _SHOWN_SECONDS = 10.0
 
 # Open in a process beside those that it writes: libraries, connections, data loaders.
 _OTHER_FILES = 200
+
+
+Entries = dict[str, tuple[Path, SafetensorsEntry]]
+"""Where tensors lie, by name."""
 
 
 @dataclass
@@ -60,12 +65,14 @@ class StagedWeights:
     Attributes:
         directory: Where they are, seen from the directory of the target.
         known: What a ``WeightsMap`` has to know of all ranks.
+        files: By name, of those in an object store, where no rank could read the headers.
     """
 
     directory: str
     num_files: int
     known: bytes
     has_one_writer: bool
+    files: Mapping[str, NewSafetensors] = field(default_factory=dict)
 
 
 class SafetensorsWriter(StorageWriter):
@@ -143,8 +150,11 @@ class SafetensorsWriter(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.abandon()
         if checkpoint_id:
-            self.path = Path(checkpoint_id)
-            self.target = self.path.absolute()
+            self._go_to(checkpoint_id)
+
+    def _go_to(self, path: str | os.PathLike[str]) -> None:
+        self.path: Place = Path(path)
+        self.target: Place = self.path.absolute()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
@@ -171,13 +181,7 @@ class SafetensorsWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.abandon()
-        if self._metadata is None and self._planner is not None:
-            self.take_metadata(self._planner.metadata, self._planner)
-        if self._metadata is None:
-            raise WrongValueError("a SafetensorsWriter needs the metadata of all ranks: save with tte.save")
-        forms, known = self._map.forms(self._metadata)
-        self._check_numbers(forms)
-        files = lay_out_weights(forms, self.max_file_bytes, self.file_numbers, self._tied)
+        files, known = self._lay_out()
         target = Path(os.path.realpath(self.target))
         if target.exists() and not target.is_dir():
             raise FileExistsError(f"{target} is a file, expected a directory for the weights; give another path")
@@ -233,6 +237,16 @@ class SafetensorsWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return is_local(checkpoint_id)
 
+    def _lay_out(self) -> tuple[dict[str, NewSafetensors], bytes]:
+        """The files, and what the ``WeightsMap`` has to know of all ranks."""
+        if self._metadata is None and self._planner is not None:
+            self.take_metadata(self._planner.metadata, self._planner)
+        if self._metadata is None:
+            raise WrongValueError("a SafetensorsWriter needs the metadata of all ranks: save with tte.save")
+        forms, known = self._map.forms(self._metadata)
+        self._check_numbers(forms)
+        return lay_out_weights(forms, self.max_file_bytes, self.file_numbers, self._tied), known
+
     def _check_numbers(self, forms: TensorForms) -> None:
         if self.file_numbers is not None:
             missing = [fqn for fqn in forms if fqn not in self.file_numbers]
@@ -247,7 +261,7 @@ class SafetensorsWriter(StorageWriter):
         if not plan.items and one_writer is None:
             return 0
         places = self._map.places(plan.items, staged.known)
-        paths = [self._directory_of(staged) / name for name in file_names(staged.num_files)]
+        paths = self._paths_of(staged)
         names = dict.fromkeys(part.fqn for parts in places.values() for part in parts)
         entries = self._find_entries(staged, names, () if one_writer is None else paths)
         num_bytes = sum(item.tensor_storage_size() or 0 for item in plan.items)
@@ -266,16 +280,14 @@ class SafetensorsWriter(StorageWriter):
         ):
             for portion in planner.portions(plan.items) if isinstance(planner, WritesInPortions) else [plan.items]:
                 # In the order of the files, so that neighbours are written by one call.
-                for item in sorted(portion, key=lambda item: _order(entries.get(item.index.fqn))):
-                    parts = places.get(item.index)
-                    if parts:
-                        raw = plain_value(item, planner.resolve_data(item))
-                        for part in parts:
-                            boxes.add(part, part.values(raw), *entries[part.fqn])
-                    elif isinstance(planner, CountsRequests):
-                        planner.expect_requests(-1)  # a transform drops it
+                items = sorted(portion, key=lambda item: _order(entries.get(item.index.fqn)))
+                self._add(_parts_of(items, places, planner), entries, boxes)
                 boxes.write()
             return boxes.num_bytes
+
+    def _add(self, parts: Iterable[tuple[FilePart, torch.Tensor]], entries: Entries, boxes: PlacedBoxes) -> None:
+        for part, values in parts:
+            boxes.add(part, values, *entries[part.fqn])
 
     def refuse(self, plan: SavePlan) -> None:
         """This rank has failed before or in ``write_data``: the others do not wait for what it would send them."""
@@ -293,9 +305,10 @@ class SafetensorsWriter(StorageWriter):
     def _directory_of(self, staged: StagedWeights) -> Path:
         return Path(os.path.realpath(self.target)).parent / staged.directory
 
-    def _find_entries(
-        self, staged: StagedWeights, fqns: Iterable[str], paths: Iterable[Path]
-    ) -> dict[str, tuple[Path, SafetensorsEntry]]:
+    def _paths_of(self, staged: StagedWeights) -> list[Path]:
+        return [self._directory_of(staged) / name for name in file_names(staged.num_files)]
+
+    def _find_entries(self, staged: StagedWeights, fqns: Iterable[str], paths: Iterable[Path]) -> Entries:
         """Where these tensors lie. These files are there then, too.
 
         Raises:
@@ -315,6 +328,20 @@ class SafetensorsWriter(StorageWriter):
                         "wrote there; save to a file system that all ranks have"
                     ) from error
             time.sleep(0.05)
+
+
+def _parts_of(
+    items: Iterable[WriteItem], places: Mapping[MetadataIndex, Sequence[FilePart]], planner: SavePlanner
+) -> Iterator[tuple[FilePart, torch.Tensor]]:
+    """What of the items goes into the files."""
+    for item in items:
+        parts = places.get(item.index)
+        if parts:
+            raw = plain_value(item, planner.resolve_data(item))
+            for part in parts:
+                yield part, part.values(raw)
+        elif isinstance(planner, CountsRequests):
+            planner.expect_requests(-1)  # a transform drops it
 
 
 class _AbandonedError(Exception):
