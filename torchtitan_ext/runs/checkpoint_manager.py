@@ -39,7 +39,6 @@ from torchtitan_ext.errors.near_names import nearest_name
 from torchtitan_ext.ranks.groups import check_job_is_joined
 from torchtitan_ext.runs.objects import Optimizers, as_components, grouped_optimizers, is_wrapped
 from torchtitan_ext.runs.preemption import Preemption
-from torchtitan_ext.runs.signals import checked_signals
 from torchtitan_ext.storage import FileReader
 from torchtitan_ext.storage.commit.branch import living_steps
 from torchtitan_ext.storage.commit.steps import STEP, StepPattern, folders_in_fallback, step_of
@@ -157,14 +156,13 @@ class CheckpointManager:
             )
             replace(self._job, path=self._path_of(run, 1)).checked("CheckpointManager", {})
             self._components = as_components(objects)
-            taken = checked_signals("CheckpointManager", signals)
+            self.run = os.path.abspath(run) if is_local(run) else os.fspath(run)
             if grace_seconds is not None:
                 check_seconds("CheckpointManager", grace_seconds, "grace_seconds")
-            self.run = os.path.abspath(run) if is_local(run) else os.fspath(run)
             self._preemption: Preemption | None = None
-            if taken or grace_seconds is not None:
+            if signals or grace_seconds is not None:
                 check_job_is_joined("CheckpointManager", "or leave signals and grace_seconds out")
-                self._preemption = Preemption(self.run, process_group, taken, grace_seconds, timeout_seconds)
+                self._preemption = Preemption(self.run, process_group, signals, grace_seconds, timeout_seconds)
         self.every = every
         self.report: LoadReport | None = None
         self._group = process_group
@@ -303,7 +301,7 @@ class CheckpointManager:
                 "CheckpointManager.request_save: this manager does not listen; make it with signals= or grace_seconds= "
                 "on every rank"
             )
-        self._preemption.inbox.request("request_save")
+        self._preemption.request("request_save")
 
     def save(self, state: dict[str, Any] | None = None, step: int | None = None) -> None:
         """Saves the objects, and a state dict, as a step of the run.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import multiprocessing
 import os
@@ -16,6 +17,9 @@ from typing import Any, BinaryIO, TypeVar
 from torchtitan_ext.errors import readable_error
 
 T = TypeVar("T")
+
+# They reach all processes of a terminal or a job: the parent decides what becomes of a save.
+_OF_THE_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 START_METHOD = "spawn"
 """Of children. They have nothing of the parent's threads and devices, as a fork would."""
@@ -32,7 +36,12 @@ class ChildProcess:
         context: Any = multiprocessing.get_context(START_METHOD)
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), name="torchtitan_ext.save", daemon=True)
-        self._process.start()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_PARENT)  # which the child takes over
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        atexit.register(self._process.kill)  # multiprocessing would end it by SIGTERM, and wait
         theirs.close()
         self.group_name: str | None = None
 
@@ -67,14 +76,15 @@ class ChildProcess:
 
     def close(self) -> None:
         """Ends the process, whatever it is doing."""
+        atexit.unregister(self._process.kill)
         self._process.kill()
         self._process.join()
         self._connection.close()
 
 
 def _serve(connection: Connection) -> None:
-    # Ctrl-C reaches all processes of the terminal: the parent decides what becomes of a save.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for one in _OF_THE_PARENT:
+        signal.signal(one, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while True:
         try:
