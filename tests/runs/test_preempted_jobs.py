@@ -1,4 +1,4 @@
-"""Real jobs of torchrun that are asked to leave at random moments: each resumes at the step that its ranks agreed on."""
+"""Real jobs of torchrun that are asked to leave at random moments resume at the step that their ranks agreed on."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def run_torchrun(folder: Path, number: int, num_ranks: int) -> int:
         env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(number // 2 % 2)},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0 or f"exitcode: {STOPPED}" in done.stderr, done.stderr[-4000:]

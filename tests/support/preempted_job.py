@@ -1,7 +1,8 @@
 """A job of torchrun that is asked to leave: `torchrun preempted_job.py FOLDER`.
 
-`FOLDER/plan.json` has the number of steps, and what comes to which rank after how many seconds of its first life. Each rank writes what happens to a journal of its own. Ranks meet in every third step only, so that some are
-steps ahead of others. Ends with code 3 where it was stopped.
+`FOLDER/plan.json` has the number of steps, and what comes to which rank after how many seconds of its first life. Each
+rank writes what happens to a journal of its own. Ranks meet in every third step only, so that some are ahead of others.
+Ends with code 3 where it was stopped.
 """
 
 import json
