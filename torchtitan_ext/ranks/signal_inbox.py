@@ -38,11 +38,6 @@ class SignalInbox:
         for name in names:
             if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
                 raise value_error(where, "signals", names, "names of signals that a process can take, such as SIGTERM")
-            if signal.getsignal(signal.Signals[name]) is None:
-                raise WrongValueError(
-                    f"{where}: {name} has a handler that is not Python's, such as faulthandler's, which cannot be "
-                    "called too; unregister it, or leave the signal out"
-                )
         if names and not _is_main_thread():
             raise WrongValueError(
                 f"{where}: got signals={names!r} in a thread; Python takes them in the main thread only"
@@ -55,7 +50,8 @@ class SignalInbox:
             self._descriptor = signal.set_wakeup_fd(self._writes.fileno(), warn_on_full_buffer=False)
             os.register_at_fork(after_in_child=self._leave)  # what a child receives is no request to the job
         for name in dict.fromkeys(names):
-            self._handlers[signal.Signals[name]] = signal.signal(signal.Signals[name], self._handle)
+            before = signal.signal(signal.Signals[name], self._handle)
+            self._handlers[signal.Signals[name]] = before or signal.SIG_DFL  # none: one that is not Python's
         self.chained = [signal.Signals(one).name for one, known in self._handlers.items() if known not in _DEFAULTS]
 
     def request(self, what: str) -> None:
