@@ -3,8 +3,11 @@
 import json
 import os
 import random
+import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,3 +90,27 @@ def test_a_job_leaves_at_one_step_and_resumes_there(
     assert end == NUM_STEPS
     steps = sorted((tmp_path / "run").glob("step-*"))
     assert steps and not any(find_damage(step) for step in steps), plan
+
+
+def test_the_program_of_the_page_leaves_by_the_signal_of_torchrun(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "use" / "preemption.md").read_text()
+    program, shown = re.findall(r"```python\n# train.py\n(.*?)```\n```\n(.*?)```", page, re.S)[0]
+    (tmp_path / "train.py").write_text(program.replace("/tmp/", f"{tmp_path}/"))
+    commands = [line[2:].replace(" &", "").split() for line in shown.splitlines() if line.startswith("$ torchrun")]
+    assert [command[0] for command in commands] == ["torchrun", "torchrun"] and "\n$ kill -TERM %1\n" in shown
+    first, second = [[sys.executable, "-m", "torch.distributed.run", "--standalone", *line[1:]] for line in commands]
+    with (tmp_path / "log").open("w+") as log:
+        job = subprocess.Popen(first, cwd=tmp_path, stdout=subprocess.PIPE, stderr=log, text=True)
+        while job.poll() is None and not (tmp_path / "job" / "step-50").is_dir():
+            time.sleep(0.05)
+        job.send_signal(signal.SIGTERM)
+        said, _ = job.communicate(timeout=200)
+        log.seek(0)
+        told = log.read()
+    ends = re.findall(r"from step 0 to (\d+), saved (\d+)\n", said)
+    assert len(ends) == 2 and len({*ends[0], *ends[1]}) == 1, told[-4000:]
+    assert job.returncode == 1 and 50 < int(ends[0][0]) < 150
+    line = re.search(r"SIGTERM at rank \d: at step (\d+) all ranks save this step and stop: .* for a new one; ", told)
+    assert line is not None and line[1] == ends[0][0], told[-4000:]
+    done = subprocess.run(second, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=True)
+    assert done.stdout == f"from step {ends[0][0]} to 150, saved 150\n" * 2

@@ -7,6 +7,7 @@ it there at once.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -20,6 +21,9 @@ from torchtitan_ext.errors import WrongValueError, argument_error, value_error
 
 # Those of Python, which nobody misses.
 _DEFAULTS = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler)
+
+# What a job, or a terminal, sends to all its processes.
+OF_JOBS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class SignalInbox:
@@ -97,6 +101,25 @@ class SignalInbox:
             self._writes.send(bytes([number]))
         if self._handlers[number] not in _DEFAULTS:
             self._handlers[number](number, frame)
+
+
+def keep_worker(worker: int = 0) -> None:
+    """Lets only its parent end this child by a signal: a ``worker_init_fn`` of ``torch.utils.data.DataLoader``.
+
+    A launcher sends the signals before the end of a job to all its processes, and a worker that dies fails the next
+    step. Called in the main thread of a child of ``multiprocessing``, before it starts others.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, OF_JOBS)
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "not in a child of multiprocessing, please report"
+    threading.Thread(target=_end_by_parent, args=(parent.pid,), daemon=True).start()
+
+
+def _end_by_parent(parent: int | None) -> None:
+    while True:
+        told = signal.sigwaitinfo(OF_JOBS)
+        if told.si_pid == parent and told.si_signo == signal.SIGTERM:
+            os._exit(0)
 
 
 def _is_main_thread() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import multiprocessing
 import os
@@ -15,11 +14,9 @@ from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, BinaryIO, TypeVar
 
 from torchtitan_ext.errors import readable_error
+from torchtitan_ext.ranks.signal_inbox import OF_JOBS, keep_worker
 
 T = TypeVar("T")
-
-# They reach all processes of a terminal or a job: the parent decides what becomes of a save.
-_OF_THE_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 START_METHOD = "spawn"
 """Of children. They have nothing of the parent's threads and devices, as a fork would."""
@@ -36,12 +33,11 @@ class ChildProcess:
         context: Any = multiprocessing.get_context(START_METHOD)
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), name="torchtitan_ext.save", daemon=True)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_PARENT)  # which the child takes over
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, OF_JOBS)  # also of the child
         try:
             self._process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        atexit.register(self._process.kill)  # multiprocessing would end it by SIGTERM, and wait
         theirs.close()
         self.group_name: str | None = None
 
@@ -76,15 +72,13 @@ class ChildProcess:
 
     def close(self) -> None:
         """Ends the process, whatever it is doing."""
-        atexit.unregister(self._process.kill)
         self._process.kill()
         self._process.join()
         self._connection.close()
 
 
 def _serve(connection: Connection) -> None:
-    for one in _OF_THE_PARENT:
-        signal.signal(one, signal.SIG_IGN)
+    keep_worker()  # the parent decides what becomes of a save
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while True:
         try:
