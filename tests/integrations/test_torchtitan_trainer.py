@@ -4,8 +4,10 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -36,8 +38,7 @@ def make_assets(folder: Path) -> None:
     (assets / "c4_test" / "data.json").write_text(lines)
 
 
-def train(folder: Path, num_ranks: int, *arguments: str) -> tuple[dict[int, tuple[float, float]], str]:
-    """Loss and gradient norm of each step, and the log."""
+def command_of(num_ranks: int, *arguments: str) -> list[str]:
     script = Path(__file__).parents[1] / "support" / "torchtitan_on_cpu.py"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     options = [
@@ -47,11 +48,19 @@ def train(folder: Path, num_ranks: int, *arguments: str) -> tuple[dict[int, tupl
         *("--training.mixed_precision_param", "float32", "--training.steps", "3", "--lr_scheduler.total_steps", "6"),
         *("--checkpoint.enable", "--checkpoint.interval", "2", "--checkpoint.no-last-save-model-only"),
     ]
-    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "HF_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    return [*launch, str(script), *options, f"--parallelism.data_parallel_shard_degree={num_ranks}", *arguments]
+
+
+def environment_of(folder: Path) -> dict[str, str]:
+    return {**os.environ, "TORCHDYNAMO_DISABLE": "1", "HF_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+
+
+def train(folder: Path, num_ranks: int, *arguments: str) -> tuple[dict[int, tuple[float, float]], str]:
+    """Loss and gradient norm of each step, and the log."""
     done = subprocess.run(
-        [*launch, str(script), *options, f"--parallelism.data_parallel_shard_degree={num_ranks}", *arguments],
+        command_of(num_ranks, *arguments),
         cwd=folder,
-        env=environment,
+        env=environment_of(folder),
         capture_output=True,
         text=True,
         timeout=400,
@@ -98,3 +107,28 @@ def test_a_last_save_for_the_hub_begins_another_run(tmp_path: Path) -> None:
     begun, log = train(tmp_path, 1, "--checkpoint.folder=second", *loads, *override)
     stock, _ = train(tmp_path, 1, "--checkpoint.folder=third", *loads)
     assert list(whole) == [1, 2, 3] and begun == stock and "Loading from HF safetensors" in log
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_trainer_that_gets_a_signal_saves_and_exits(tmp_path: Path) -> None:
+    make_assets(tmp_path)
+    options = '{"signals": ["SIGTERM"], "grace_seconds": 60, "exit_code": 75}'
+    common = ["--checkpoint.interval=1000", "--override.imports", f"{OVERRIDES}.elastic_checkpoint={options}"]
+    command = command_of(2, "--training.steps=1000", "--lr_scheduler.total_steps=1000", "--checkpoint.async_mode=async")
+    with (tmp_path / "log").open("w+") as log:
+        job = subprocess.Popen([*command, *common], cwd=tmp_path, env=environment_of(tmp_path), stdout=log, stderr=log)
+        told = ""
+        while job.poll() is None and not STEP.search(told):
+            time.sleep(0.1)
+            told = re.sub(r"\x1b\[[\d;]*m", "", (tmp_path / "log").read_text())
+        workers = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+        os.kill(int(workers[-1]), signal.SIGTERM)  # not to torchrun, which hides the exit codes of its workers
+        job.wait(300)
+        told = (tmp_path / "log").read_text()
+    (saved,) = [step.name for step in tmp_path.rglob("step-*") if step.is_dir()]
+    stop = re.search(r"SIGTERM at rank \d: at step (\d+) all ranks save this step and stop", told)
+    assert stop is not None and saved == f"step-{stop[1]}" and "exitcode  : 75" in told, told[-4000:]
+    end = int(stop[1]) + 1
+    resumed, log_of_resume = train(tmp_path, 2, f"--training.steps={end}", "--lr_scheduler.total_steps=1000", *common)
+    assert list(resumed) == [end], log_of_resume[-4000:]
