@@ -228,6 +228,25 @@ def test_a_rank_hears_a_signal_in_a_collective(run_world: Callable[..., Any], tm
     assert first == second > 1
 
 
+def count_collectives(rank: int, world_size: int, path: str) -> list[int]:
+    """Collectives of the group in steps without a request, while the threads ask the store, and in one barrier."""
+    group: Any = dist.group.WORLD
+    dist.barrier()
+    counts = [group._get_sequence_number_for_group()]
+    with tte.CheckpointManager(path, signals=["SIGTERM"]) as manager:
+        train_on(manager, 100)
+    counts.append(group._get_sequence_number_for_group())
+    dist.barrier()
+    counts.append(group._get_sequence_number_for_group())
+    return [counts[1] - counts[0], counts[2] - counts[1]]
+
+
+def test_steps_without_a_request_send_nothing_on_the_training_group(
+    run_world: Callable[..., Any], tmp_path: Path
+) -> None:
+    assert run_world(2, count_collectives, str(tmp_path)) == [[0, 1]] * 2
+
+
 def leave_early(rank: int, world_size: int, path: str) -> tuple[int, bool]:
     """Rank 1 has closed its manager when rank 0 is asked: rank 0 goes on to its end."""
     manager = tte.CheckpointManager(path, grace_seconds=60)
