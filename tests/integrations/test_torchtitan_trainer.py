@@ -1,5 +1,10 @@
 """torchtitan 0.3.0's own trainer, on CPU: saved by two ranks, resumed by one."""
 
+import os
+import re
+import signal
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +14,7 @@ pytest.importorskip("datasets")
 pytest.importorskip("triton")
 pytest.importorskip("tokenizers")
 
-from titan_training import OVERRIDES, make_assets, train
+from titan_training import OVERRIDES, STEP, command_of, environment_of, make_assets, train
 
 
 @pytest.mark.slow
@@ -48,3 +53,28 @@ def test_a_last_save_for_the_hub_begins_another_run(tmp_path: Path) -> None:
     begun, log = train(tmp_path, 1, "--checkpoint.folder=second", *loads, *override)
     stock, _ = train(tmp_path, 1, "--checkpoint.folder=third", *loads)
     assert list(whole) == [1, 2, 3] and begun == stock and "Loading from HF safetensors" in log
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_trainer_that_gets_a_signal_saves_and_exits(tmp_path: Path) -> None:
+    make_assets(tmp_path)
+    options = '{"signals": ["SIGTERM"], "grace_seconds": 60, "exit_code": 75}'
+    common = ["--checkpoint.interval=1000", "--override.imports", f"{OVERRIDES}.elastic_checkpoint={options}"]
+    command = command_of(2, "--training.steps=1000", "--lr_scheduler.total_steps=1000", "--checkpoint.async_mode=async")
+    with (tmp_path / "log").open("w+") as log:
+        job = subprocess.Popen([*command, *common], cwd=tmp_path, env=environment_of(tmp_path), stdout=log, stderr=log)
+        told = ""
+        while job.poll() is None and not STEP.search(told):
+            time.sleep(0.1)
+            told = re.sub(r"\x1b\[[\d;]*m", "", (tmp_path / "log").read_text())
+        workers = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+        os.kill(int(workers[-1]), signal.SIGTERM)  # not to torchrun, which hides the exit codes of its workers
+        job.wait(300)
+        told = (tmp_path / "log").read_text()
+    (saved,) = [step.name for step in tmp_path.rglob("step-*") if step.is_dir()]
+    stop = re.search(r"SIGTERM at rank \d: at step (\d+) all ranks save this step and stop", told)
+    assert stop is not None and saved == f"step-{stop[1]}" and "exitcode  : 75" in told, told[-4000:]
+    end = int(stop[1]) + 1
+    resumed, log_of_resume = train(tmp_path, 2, f"--training.steps={end}", "--lr_scheduler.total_steps=1000", *common)
+    assert list(resumed) == [end], log_of_resume[-4000:]

@@ -85,14 +85,14 @@ def test_what_was_given_up_keeps_its_memory(run_world: Callable[..., Any]) -> No
 
 def begin_late(rank: int, world_size: int) -> str:
     """The thread and the store of rank 1 get their first turn late, as where all processors are busy."""
-    take = watches._take_clone
+    take = watches.take_clone
 
     def take_late(*arguments: Any) -> Any:
         time.sleep(1.5 * rank)
         return take(*arguments)
 
     with (
-        mock.patch.multiple(watches, _ROLL_CALL_SECONDS=0.2, _TAKE_OVER_SECONDS=0.1, _take_clone=take_late),
+        mock.patch.multiple(watches, _ROLL_CALL_SECONDS=0.2, TAKE_OVER_SECONDS=0.1, take_clone=take_late),
         Phases("save", timeout_seconds=60) as phases,
     ):
         assert phases.on_all("plan", lambda: rank, doing="testing") == [0, 1]

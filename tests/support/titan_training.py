@@ -32,10 +32,7 @@ def make_assets(folder: Path) -> None:
     (assets / "c4_test" / "data.json").write_text(lines)
 
 
-def train(
-    folder: Path, num_ranks: int, *arguments: str, script: Path = ON_CPU
-) -> tuple[dict[int, tuple[float, float]], str]:
-    """Loss and gradient norm of each step, and the log."""
+def command_of(num_ranks: int, *arguments: str, script: Path = ON_CPU) -> list[str]:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     options = [
         *("--module", "llama3", "--config", "llama3_debugmodel", "--validator.no-enable"),
@@ -44,11 +41,21 @@ def train(
         *("--training.mixed_precision_param", "float32", "--training.steps", "3", "--lr_scheduler.total_steps", "6"),
         *("--checkpoint.enable", "--checkpoint.interval", "2", "--checkpoint.no-last-save-model-only"),
     ]
-    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "HF_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    return [*launch, str(script), *options, f"--parallelism.data_parallel_shard_degree={num_ranks}", *arguments]
+
+
+def environment_of(folder: Path) -> dict[str, str]:
+    return {**os.environ, "TORCHDYNAMO_DISABLE": "1", "HF_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+
+
+def train(
+    folder: Path, num_ranks: int, *arguments: str, script: Path = ON_CPU
+) -> tuple[dict[int, tuple[float, float]], str]:
+    """Loss and gradient norm of each step, and the log."""
     done = subprocess.run(
-        [*launch, str(script), *options, f"--parallelism.data_parallel_shard_degree={num_ranks}", *arguments],
+        command_of(num_ranks, *arguments, script=script),
         cwd=folder,
-        env=environment,
+        env=environment_of(folder),
         capture_output=True,
         text=True,
         timeout=400,

@@ -130,10 +130,19 @@ class ElasticCheckpointManager(CheckpointManager):
         max_failures: int = 3
         """Which failure in a row is raised all the same."""
 
+        signals: list[str] = field(default_factory=list)
+        """Signals at which all ranks save the same step and exit: see ``tte.CheckpointManager``."""
+
+        grace_seconds: float | None = None
+        """How long the job lives after such a signal."""
+
+        exit_code: int = 0
+        """With which it exits then."""
+
         def changed_options(self) -> dict[str, Any]:
             """The options of ``elastic_checkpoint`` that are not the defaults."""
             options = {"policy": {}, "strict": "error", "cast": "exact", "timeout_seconds": TIMEOUT_SECONDS}
-            options |= asdict(OnStorageError())
+            options |= asdict(OnStorageError()) | {"signals": [], "grace_seconds": None, "exit_code": 0}
             own = {name: getattr(self, name) for name in options}
             return {name: value for name, value in own.items() if value != options[name]}
 
@@ -158,6 +167,8 @@ class ElasticCheckpointManager(CheckpointManager):
             step_pattern=STEP.text,
             process_group=self.pg,
             timeout_seconds=config.timeout_seconds,
+            signals=config.signals,
+            grace_seconds=config.grace_seconds,
             **asdict(self._on_storage_error),
         )
         _warn_of_data_not_replaced(self.states)
@@ -215,9 +226,25 @@ class ElasticCheckpointManager(CheckpointManager):
             logger.warning(f"{self._latest_id}: storage refused this save; it is in {result.path}")
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        """As in torchtitan; false, too, where storage refused the save."""
+        """As in torchtitan; false, too, where storage refused the save. The trainer calls it at the end of each step.
+
+        Raises:
+            SystemExit: A signal asked for the end, and the step that all ranks agreed on is saved.
+        """
         is_saved = super()._save(curr_step, last_step)
+        if self._run.should_stop and not last_step:
+            self.maybe_wait_for_saving()
+            trainer = self.states[TRAIN_STATE]
+            (trainer if hasattr(trainer, "close") else self).close()  # a trainer closes its manager too
+            raise SystemExit(self._config.exit_code)
         return is_saved and (self.save_future is not None or not self._is_refused)
+
+    def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
+        """As in torchtitan; and the step at which ranks stop, if it is to be saved."""
+        is_asked, is_due = self._run.should_save(curr_step), super()._should_save(curr_step, last_step)
+        if not self._run.should_stop or last_step:
+            return is_due
+        return is_asked and not self.load_only
 
     def _save_last_step(self, curr_step: int) -> None:
         """As in torchtitan; see ``_saved_last``."""
@@ -395,5 +422,5 @@ def _warn_of_data_not_replaced(states: dict[str, Any]) -> None:
 @override(target=CheckpointManager.Config, exact=True, description="checkpoints that load on any number of ranks")
 def elastic_checkpoint(config: CheckpointManager.Config, **options: Any) -> ElasticCheckpointManager.Config:
     """Options: ``policy``, ``strict``, ``cast``, ``timeout_seconds``, ``on_error``, ``fallback``, ``retries``,
-    ``max_failures``."""
+    ``max_failures``, ``signals``, ``grace_seconds``, ``exit_code``."""
     return derive(config, ElasticCheckpointManager.Config, **options)

@@ -57,10 +57,10 @@ _POLL_SECONDS = 1.0
 
 # A thread learns of a call with its next question, and answers late while other code holds Python's lock.
 _ROLL_CALL_SECONDS = 5.0
-_ANSWER_POLL_SECONDS = 0.1
+ANSWER_POLL_SECONDS = 0.1
 
 # So much longer than the caller all others wait before one of them writes the verdict in its place.
-_TAKE_OVER_SECONDS = 2.0
+TAKE_OVER_SECONDS = 2.0
 
 # How long the rank that hosts the store stays for others that have to read the verdict.
 _LINGER_SECONDS = 3.0
@@ -75,7 +75,7 @@ _WAIT_SLICE = timedelta(seconds=0.2)
 _LONGEST_SLEEP_SECONDS = 0.01
 
 _CALL, _VERDICT, _HEARD = "call", "verdict", "heard"
-_ADVICE = "this process group can serve no further save or load: make a new one, or restart"
+ADVICE = "this process group can serve no further save or load: make a new one, or restart"
 _ADVICE_ON_TRANSFERS = "this process group can serve no further transfer: make a new one and plan again, or restart"
 _ADVICE_ON_MEETINGS = "this process group can serve no further transfer: meet again, and plan again"
 
@@ -254,7 +254,7 @@ class Watch:
         """What to do with a group that is lost."""
         if meeting_address(self._group) is not None:
             return _ADVICE_ON_MEETINGS
-        return _ADVICE if self._operation in ("save", "load") else _ADVICE_ON_TRANSFERS
+        return ADVICE if self._operation in ("save", "load") else _ADVICE_ON_TRANSFERS
 
     def leave(self, error: BaseException) -> None:
         """Tells the others that this rank takes no further part, as after an interrupt."""
@@ -272,7 +272,7 @@ class Watch:
     @property
     def _patience(self) -> float:
         """Seconds after which a silent store counts as lost."""
-        return self._roll_call_seconds + 2 * _TAKE_OVER_SECONDS
+        return self._roll_call_seconds + 2 * TAKE_OVER_SECONDS
 
     @property
     def _roll_call_seconds(self) -> float:
@@ -288,7 +288,7 @@ class Watch:
                 if self._store_error is not None and lost_at is None:
                     lost_at = time.monotonic()
             # The rank that hosts the store ends it when it has finished; what it sent may still be on its way.
-            if lost_at is not None and time.monotonic() > lost_at + _TAKE_OVER_SECONDS:
+            if lost_at is not None and time.monotonic() > lost_at + TAKE_OVER_SECONDS:
                 raise self._lost_store() from self._store_error
             if self.seconds_left < 0:
                 self._give_up(f"rank {self._rank} waited {self.timeout_seconds:g} s (timeout_seconds)", is_late=True)
@@ -315,17 +315,8 @@ class Watch:
 
         What the store said is different on each rank: it is the cause of the error.
         """
-        address, inner = meeting_address(self._group), getattr(self._store, "_underlying_non_prefix_store", self._store)
-        if address is not None:
-            return self._error(None, (), f"the store of the meeting at {address} is lost")
-        if isinstance(inner, dist.FileStore):  # type: ignore[attr-defined]
-            return self._error(
-                None, (), f"the store of the process groups, the file {getattr(inner, 'path', '')}, is lost"
-            )
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            host = "the launcher's agent on the first node hosts"
-            return self._error(None, (), f"the store of the process groups, which {host}, is lost")
-        return self._error(None, (0,), "the store of the process groups, which rank 0 hosts, is lost")
+        why, silent = where_the_store_was(self._group, self._store)
+        return self._error(None, silent, why)
 
     def _error(self, rank: int | None, silent: tuple[int, ...], why: str) -> LostRankError:
         doing, phase = self._standing.doing, self._standing.phase
@@ -337,7 +328,7 @@ class Watch:
     def _run(self) -> None:
         """The thread: asks until there is a verdict, or the operation ends. It waits for the store's answers alone."""
         try:
-            self._cloned = _take_clone(self._group, self._store)
+            self._cloned = take_clone(self._group, self._store)
             store = PrefixStore(self._prefix, self._cloned)
             while not self._is_closed or self._reason is not None:
                 asked = time.monotonic()
@@ -353,7 +344,7 @@ class Watch:
                     self._is_asked = False
                     self._changed.notify_all()
                     self._changed.wait_for(self._has_work, self._interval)
-            _give_back_clone(self._group, self._cloned)
+            give_back_clone(self._group, self._cloned)
         except (RuntimeError, ValueError) as error:
             with self._changed:
                 self._store_error = error
@@ -363,8 +354,8 @@ class Watch:
     def _interval(self) -> float:
         """Seconds between two questions to the store."""
         if self._exchange is not None and self._exchange.failure is not None:
-            return _ANSWER_POLL_SECONDS
-        return _POLL_SECONDS * (0.75 + 0.5 * (self._rank * 0.618034 % 1))
+            return ANSWER_POLL_SECONDS
+        return poll_seconds(self._rank)
 
     def _has_work(self) -> bool:
         has_error = self._exchange is not None and self._exchange.own_error is not None
@@ -419,12 +410,12 @@ class Watch:
         store.set(f"answer/{self._rank}", json.dumps(self._answer()))
         answers = [f"answer/{rank}" for rank in self._ranks]
         is_caller = call["rank"] == self._rank
-        deadline = time.monotonic() + self._roll_call_seconds + (0 if is_caller else _TAKE_OVER_SECONDS)
+        deadline = time.monotonic() + self._roll_call_seconds + (0 if is_caller else TAKE_OVER_SECONDS)
         while not store.check([_VERDICT]):
             if (is_caller and store.check(answers)) or time.monotonic() > deadline:
                 store.compare_set(_VERDICT, "", json.dumps(self._count(store, call)))
                 break
-            time.sleep(_ANSWER_POLL_SECONDS)
+            time.sleep(ANSWER_POLL_SECONDS)
         verdict: dict[str, Any] = json.loads(store.get(_VERDICT))
         return verdict
 
@@ -464,8 +455,13 @@ class Watch:
         num_answers = json.loads(store.get(_VERDICT))["num_answers"]
         deadline = time.monotonic() + _LINGER_SECONDS
         while num_heard < num_answers and time.monotonic() < deadline:
-            time.sleep(_ANSWER_POLL_SECONDS)
+            time.sleep(ANSWER_POLL_SECONDS)
             num_heard = store.add(_HEARD, 0)
+
+
+def poll_seconds(rank: int) -> float:
+    """Seconds between two questions of a rank to the store while nothing happens."""
+    return _POLL_SECONDS * (0.75 + 0.5 * (rank * 0.618034 % 1))
 
 
 # The clones of stores that no operation uses now, by group: a thread needs a store of its own, since another one may
@@ -474,17 +470,31 @@ class Watch:
 _idle_clones: WeakKeyDictionary[dist.ProcessGroup, list[Store]] = WeakKeyDictionary()
 
 
-def _take_clone(group: dist.ProcessGroup, store: Store) -> Store:
+def take_clone(group: dist.ProcessGroup, store: Store) -> Store:
+    """A store for one thread, until it gives it back."""
     with _changing:
         idle = _idle_clones.setdefault(group, [])
         kept = idle.pop() if idle else None
     return store.clone() if kept is None else kept  # type: ignore[attr-defined]
 
 
-def _give_back_clone(group: dist.ProcessGroup, store: Store) -> None:
+def give_back_clone(group: dist.ProcessGroup, store: Store) -> None:
     """Takes only a clone that has failed in nothing."""
     with _changing:
         _idle_clones.setdefault(group, []).append(store)
+
+
+def where_the_store_was(group: dist.ProcessGroup | None, store: Store) -> tuple[str, tuple[int, ...]]:
+    """Of a store that is lost, for errors: who hosted it, and the ranks that are lost with it."""
+    address = None if group is None else meeting_address(group)
+    inner = getattr(store, "_underlying_non_prefix_store", store)
+    if address is not None:
+        return f"the store of the meeting at {address} is lost", ()
+    if isinstance(inner, dist.FileStore):  # type: ignore[attr-defined]
+        return f"the store of the process groups, the file {getattr(inner, 'path', '')}, is lost", ()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return "the store of the process groups, which the launcher's agent on the first node hosts, is lost", ()
+    return "the store of the process groups, which rank 0 hosts, is lost", (0,)
 
 
 def can_be_asked(store: Store | None) -> bool:

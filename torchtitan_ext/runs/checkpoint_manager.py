@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from inspect import signature
@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from torchtitan_ext.checkpoint import CpuStager, LoadReport, SavePlanner, SaveResult, load
+from torchtitan_ext.checkpoint.operation.arguments import check_seconds
 from torchtitan_ext.checkpoint.operation.choose_step import Step, choose_step
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases, checking_arguments
 from torchtitan_ext.checkpoint.operation.save_job import OnStorageError, SaveJob
@@ -35,7 +36,9 @@ from torchtitan_ext.errors import (
     check_counts,
 )
 from torchtitan_ext.errors.near_names import nearest_name
+from torchtitan_ext.ranks.groups import check_job_is_joined
 from torchtitan_ext.runs.objects import Optimizers, as_components, grouped_optimizers, is_wrapped
+from torchtitan_ext.runs.preemption import Preemption
 from torchtitan_ext.storage import FileReader
 from torchtitan_ext.storage.commit.branch import living_steps
 from torchtitan_ext.storage.commit.steps import STEP, StepPattern, folders_in_fallback, step_of
@@ -73,6 +76,11 @@ class CheckpointManager:
         prove: Whether ``resume`` compares what it has loaded with these fingerprints.
         policy: What ``resume`` does with each component, and about missing and unexpected keys.
         step_pattern: How the run names its steps, as in ``tte.load``.
+        signals: Names of signals, such as ``("SIGTERM", "SIGUSR1")``, which a job gets before it is killed. One at any
+            rank makes all ranks save at the end of the same step, and then ``should_stop``. The manager is made in the
+            main thread; handlers that were there are called too.
+        grace_seconds: How long the job lives after such a signal, or a ``request_save``, if it is known: it decides
+            whether the pending save and a new one both fit, by what saves of this run have taken.
         process_group: The ranks of the run; all by default.
         timeout_seconds: How long a rank waits for the others in each phase.
         objects: What is saved and filled, by the names of its components: models (a list of the stages of a pipeline),
@@ -89,7 +97,7 @@ class CheckpointManager:
     Example:
         >>> manager = tte.CheckpointManager("/ckpt/llama", every=500, keep=3, model=model, optimizer=optimizer)
         >>> step = manager.resume()
-        >>> while step < last:
+        >>> while step < last and not manager.should_stop:
         ...     step += 1
         ...     train(step)
         ...     if manager.should_save(step):
@@ -115,6 +123,8 @@ class CheckpointManager:
         prove: bool = False,
         policy: ElasticPolicy | None = None,
         step_pattern: str | None = None,
+        signals: Sequence[str] = (),
+        grace_seconds: float | None = None,
         process_group: dist.ProcessGroup | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
         **objects: Any,
@@ -147,7 +157,13 @@ class CheckpointManager:
             )
             replace(self._job, path=self._path_of(run, 1)).checked("CheckpointManager", {})
             self._components = as_components(objects)
-        self.run = os.path.abspath(run) if is_local(run) else os.fspath(run)
+            self.run = os.path.abspath(run) if is_local(run) else os.fspath(run)
+            if grace_seconds is not None:
+                check_seconds("CheckpointManager", grace_seconds, "grace_seconds")
+            self._preemption: Preemption | None = None
+            if signals or grace_seconds is not None:
+                check_job_is_joined("CheckpointManager", "or leave signals and grace_seconds out")
+                self._preemption = Preemption(self.run, process_group, signals, grace_seconds, timeout_seconds)
         self.every = every
         self.report: LoadReport | None = None
         self._group = process_group
@@ -202,6 +218,8 @@ class CheckpointManager:
             state.update({name: components[name] for name in state if not is_wrapped(components[name])})
         loaded = step_of(os.fspath(path), self._pattern)
         assert loaded is not None, "a step has a number, please report"
+        if self._preemption is not None:
+            self._preemption.resumed(loaded)
         return loaded
 
     def find(self, step: int | None = None) -> Path | str | None:
@@ -252,9 +270,39 @@ class CheckpointManager:
             raise
 
     def should_save(self, step: int) -> bool:
-        """Whether a step is one of ``every``; the same answer on every rank. Not collective."""
+        """Whether a step is to be saved: one of ``every``, or that of a signal or request. The same on every rank.
+
+        Not collective. With ``signals`` or ``grace_seconds`` every rank calls it at the end of each step: after a
+        request it waits there, about a second, until the ranks have agreed through the store on the step to save.
+
+        Raises:
+            LostRankError: After a request some rank did not answer within ``grace_seconds``, or ``timeout_seconds``.
+                The same on every rank.
+        """
         check_counts("CheckpointManager.should_save", step=step)
-        return self.every is not None and step > 0 and step % self.every == 0
+        is_due = self.every is not None and step > 0 and step % self.every == 0
+        return is_due if self._preemption is None else self._preemption.passes(step, is_due)
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether a signal or request asked for the end, and ``should_save`` has come to the step that all ranks save.
+
+        It is true from then on, on every rank at the same step: leave the loop, and close the manager.
+        """
+        return self._preemption is not None and self._preemption.should_stop
+
+    def request_save(self) -> None:
+        """Does what a signal does, from any thread of any rank, as for the API of a scheduler. Not collective.
+
+        Raises:
+            WrongValueError: The manager has neither ``signals`` nor ``grace_seconds``: ranks do not listen.
+        """
+        if self._preemption is None:
+            raise WrongValueError(
+                "CheckpointManager.request_save: this manager does not listen; make it with signals= or grace_seconds= "
+                "on every rank"
+            )
+        self._preemption.request("request_save")
 
     def save(self, state: dict[str, Any] | None = None, step: int | None = None) -> None:
         """Saves the objects, and a state dict, as a step of the run.
@@ -279,10 +327,13 @@ class CheckpointManager:
                 component.save()
         job = replace(self._job, path=self._path_of(self.run, step), planner=SavePlanner())
         call = Call("CheckpointManager.save", self._group, timeout_seconds=self._timeout_seconds)
+        begun = time.monotonic()
         if self._stager is None:
             self._last = save_now(components, job, call)
         else:
             self.pending, self._pending_step = save_later(components, job, call, self._stager), step
+        if self._preemption is not None:
+            self._preemption.saved(begun, self.pending)
 
     def wait(self) -> SaveResult | None:
         """Waits until the pending save is committed, and raises its error if it has failed.
@@ -309,13 +360,15 @@ class CheckpointManager:
         return max(self.steps(), default=None)
 
     def close(self) -> None:
-        """Waits for the pending save, raises its error if it has failed, and gives the host memory back."""
+        """Waits for the pending save, raises its error if it has failed, and gives host memory and signals back."""
         try:
             self.wait()
         finally:
             self._is_closed = True
             if self._stager is not None:
                 self._stager.close()
+            if self._preemption is not None:
+                self._preemption.close()
 
     def __enter__(self) -> CheckpointManager:
         return self

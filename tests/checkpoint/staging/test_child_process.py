@@ -116,6 +116,23 @@ def test_a_child_ends_with_its_parent(tmp_path: Path, end: str) -> None:
     assert state["w"].sum() == 9
 
 
+def test_a_signal_to_all_processes_of_a_job_leaves_the_child_alone(tmp_path: Path) -> None:
+    """torchrun and Slurm send it to the child too, while the trainer goes on to its last save."""
+    stager = CpuStager(process=True)
+    state = {"w": torch.ones(9)}
+    tte.async_save(state, tmp_path / "first", stager=stager).result()
+    pid = stager.child()._process.pid
+    subprocess.run(["sh", "-c", f"kill -TERM {pid}; kill -USR1 {pid}; kill -INT {pid}"], check=True)
+    time.sleep(0.5)
+    assert stager.child()._process.pid == pid
+    tte.async_save(state, tmp_path / "second", stager=stager).result()
+    assert is_running(pid or 0)
+    stager.child()._process.terminate()  # as the end of the trainer does
+    stager.child()._process.join(60)
+    assert not is_running(pid or 0)
+    stager.close()
+
+
 def proportional_bytes(pid: int) -> int:
     """The memory of a process, of which what it shares is divided by the number of processes that map it."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()

@@ -14,6 +14,7 @@ from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, BinaryIO, TypeVar
 
 from torchtitan_ext.errors import readable_error
+from torchtitan_ext.ranks.signal_inbox import OF_JOBS, keep_worker
 
 T = TypeVar("T")
 
@@ -32,7 +33,11 @@ class ChildProcess:
         context: Any = multiprocessing.get_context(START_METHOD)
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), name="torchtitan_ext.save", daemon=True)
-        self._process.start()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, OF_JOBS)  # also of the child
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self.group_name: str | None = None
 
@@ -73,8 +78,7 @@ class ChildProcess:
 
 
 def _serve(connection: Connection) -> None:
-    # Ctrl-C reaches all processes of the terminal: the parent decides what becomes of a save.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    keep_worker()  # the parent decides what becomes of a save
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while True:
         try:
