@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.states import differences
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, WriteItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 import torchtitan_ext as tte
@@ -92,6 +92,29 @@ def test_a_planner_with_targets_of_its_own_is_asked(tmp_path: Path) -> None:
     tte.load(loaded, tmp_path, planner=planner, no_dist=True)
     assert differences(loaded, state) == []
     assert sorted(planner.asked) == ["a", "b", "bits", "conjugated", "scalar", "turned"]
+
+
+def test_a_planner_is_asked_by_a_method_that_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"w": torch.arange(4.0), "b": torch.arange(2)}
+    asked: list[str] = []
+    save_planner, load_planner = tte.SavePlanner(), tte.LoadPlanner()
+    resolve_data, resolve_tensor = save_planner.resolve_data, load_planner.resolve_tensor
+
+    def noted(resolve: Any) -> Any:
+        def call(item: Any) -> Any:
+            asked.append((item.index if isinstance(item, WriteItem) else item.dest_index).fqn)
+            return resolve(item)
+
+        return call
+
+    monkeypatch.setattr(save_planner, "resolve_data", noted(resolve_data))
+    dcp.save(state, storage_writer=tte.FileWriter(tmp_path), planner=save_planner, no_dist=True)
+    assert sorted(asked) == ["b", "w"]
+    monkeypatch.setattr(load_planner, "resolve_tensor", noted(resolve_tensor))
+    loaded = {"w": torch.zeros(4), "b": torch.zeros(2, dtype=torch.int64)}
+    dcp.load(loaded, storage_reader=tte.FileReader(tmp_path), planner=load_planner, no_dist=True)
+    assert sorted(asked) == ["b", "b", "w", "w"]
+    assert differences(loaded, state) == []
 
 
 def test_a_load_makes_no_object_per_key_of_the_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

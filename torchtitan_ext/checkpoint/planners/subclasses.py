@@ -25,8 +25,9 @@ from torchtitan_ext.storage.formats.detect import how_to_load
 
 
 def overrides(planner: object, ours: type, *names: str) -> bool:
-    """Whether a planner's class replaces any of these methods of ours."""
-    return any(getattr(type(planner), name) is not getattr(ours, name) for name in names)
+    """Whether a planner's class, or the planner itself, replaces any of these methods of ours."""
+    own = vars(planner)
+    return any(name in own or getattr(type(planner), name) is not getattr(ours, name) for name in names)
 
 
 def sees_items(planner: object, ours: type) -> bool:
