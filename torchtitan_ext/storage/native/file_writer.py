@@ -432,12 +432,14 @@ class FileWriter(StorageWriter):
             )
             for portion in planner.portions(items) if isinstance(planner, WritesInPortions) else [items]:
                 done = 0
-                sources = planner.local_sources(portion) if isinstance(planner, HasLocalSources) else None
+                giver = planner if isinstance(planner, HasLocalSources) else None
+                sources = None if giver is None else giver.local_sources(portion)
                 while done < len(portion):
-                    if isinstance(planner, HasLocalSources) and sources is not None:
-                        first, done = done, batch.add_items(portion, done, sources)
-                        planner.expect_requests(first - done)
-                    if done < len(portion) and batch.held_bytes < BATCH_BYTES:
+                    first = done
+                    if giver is not None and sources is not None:
+                        done = batch.add_items(portion, first, sources)
+                        giver.expect_requests(first - done)
+                    if done == first:
                         item = portion[done]
                         value = unchanged.values.pop(item.index, None)
                         value = planner.resolve_data(item) if value is None else value
