@@ -8,6 +8,9 @@ from collections.abc import Iterator
 import pytest
 from fault_proxy import FaultProxy
 from object_server import ObjectServer, find_weed, running_server
+from ranks_of_stores import HURRIED_SECONDS
+
+from torchtitan_ext.storage.objects import commit, folder
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +36,22 @@ def bucket_prefix(request: pytest.FixtureRequest) -> str:
 def url(object_server: ObjectServer, bucket_prefix: str) -> str:
     """``s3://bucket/prefix`` of this test; what opens it: ``object_server.options`` or ``.environment``."""
     return f"s3://{object_server.bucket}/{bucket_prefix}"
+
+
+@pytest.fixture
+def faulty(object_server: ObjectServer, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """This process, and those that get this, reach the store through the proxy, and give up sooner."""
+    environment = object_server.at(proxy.endpoint).environment
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(folder, "RETRY_SECONDS", 3)
+    return environment
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process repeats a commit without an answer for two seconds."""
+    monkeypatch.setattr(commit, "COMMIT_SECONDS", HURRIED_SECONDS)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from extent import SOAK
 from fault_proxy import FaultProxy
 from object_server import ObjectServer
+from ranks_of_stores import hurried_in_store as in_store
 from request_faults import Fault
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -32,7 +33,7 @@ from torchtitan_ext.errors import (
     UnknownOutcomeError,
 )
 from torchtitan_ext.storage.location import Location
-from torchtitan_ext.storage.objects import commit, folder, lease, leftovers
+from torchtitan_ext.storage.objects import commit, lease, leftovers
 from torchtitan_ext.storage.objects.folder import ObjectFolder
 from torchtitan_ext.storage.objects.leftovers import LeftSave, left_saves, remove_left_save, store_time
 
@@ -43,30 +44,13 @@ METADATA = r"/\.metadata$"
 DATA = r"\.distcp"
 INDEX = r"/\.tte_index"
 
+pytestmark = pytest.mark.usefixtures("faulty", "hurried")
+
 
 @pytest.fixture
 def direct(object_server: ObjectServer) -> dict[str, str]:
     """How the store is reached past the proxy."""
     return object_server.environment
-
-
-@pytest.fixture(autouse=True)
-def faulty(object_server: ObjectServer, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """This process, and those that get this, reach the store through the proxy, and give up sooner."""
-    environment = object_server.at(proxy.endpoint).environment
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(folder, "RETRY_SECONDS", 3)
-    monkeypatch.setattr(commit, "COMMIT_SECONDS", 2.0)
-    return environment
-
-
-def in_store(rank: int, world_size: int, environment: dict[str, str], function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function of a rank that finds the store."""
-    os.environ.update(environment)
-    folder.RETRY_SECONDS = 3
-    commit.COMMIT_SECONDS = 2.0
-    return function(rank, world_size, *args)
 
 
 def state_of(number: int, rows: int = 37) -> dict[str, Any]:

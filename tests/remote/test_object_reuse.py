@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from fault_proxy import FaultProxy
 from models import differences
-from object_server import ObjectServer
+from ranks_of_stores import in_store
 from request_faults import Fault
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,7 +26,7 @@ from torchtitan_ext.storage.commit.leftovers import find_dead_files, is_checkpoi
 from torchtitan_ext.storage.inspect.verify import verify
 from torchtitan_ext.storage.location import Location
 from torchtitan_ext.storage.native import shared_files
-from torchtitan_ext.storage.objects import commit, folder, leftovers
+from torchtitan_ext.storage.objects import commit, leftovers
 from torchtitan_ext.storage.objects.folder import ObjectFolder
 from torchtitan_ext.storage.objects.leftovers import left_saves, remove_left_save, remove_object_step, store_time
 
@@ -35,20 +35,7 @@ SHAPE = (64, 96)
 BASE_BYTES = NUM_BASE * 64 * 96 * 4
 COPY = "x-amz-copy-source"
 
-
-@pytest.fixture(autouse=True)
-def faulty(object_server: ObjectServer, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """This process, and those that get this, reach the store through the proxy, and give up sooner."""
-    environment = object_server.at(proxy.endpoint).environment
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(folder, "RETRY_SECONDS", 3)
-    return environment
-
-
-def in_store(rank: int, world_size: int, environment: dict[str, str], function: Callable[..., Any], *args: Any) -> Any:
-    os.environ.update(environment)
-    return function(rank, world_size, *args)
+pytestmark = pytest.mark.usefixtures("faulty")
 
 
 def whole(step: int, changed: int = 1) -> dict[str, torch.Tensor]:

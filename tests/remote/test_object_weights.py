@@ -6,7 +6,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -17,8 +17,8 @@ import torch.distributed as dist
 from extent import SOAK
 from fault_proxy import FaultProxy
 from models import BY_NAME, UNEVEN, build_model, build_whole, random_whole
-from object_server import ObjectServer
 from random_layouts import SideOfTransfer, build, random_layouts
+from ranks_of_stores import hurried_in_store as in_store
 from reference import same_bits
 from request_faults import Fault
 from safetensors.torch import load as parse
@@ -30,7 +30,7 @@ from torchtitan_ext import transforms
 from torchtitan_ext.errors import SaveInProgressError, TorchtitanExtError
 from torchtitan_ext.storage.formats.safetensors_files import NAME_OF_DTYPE
 from torchtitan_ext.storage.location import Location
-from torchtitan_ext.storage.objects import commit, folder, parts
+from torchtitan_ext.storage.objects import commit, parts
 from torchtitan_ext.storage.objects.folder import ObjectFolder
 from torchtitan_ext.storage.raw_tensor import DTYPES
 from torchtitan_ext.storage.weights import object_weights
@@ -41,23 +41,7 @@ NUM_STATES = 6 * SOAK
 INDEX = "model.safetensors.index.json"
 SHARD = r"/model-.*\.safetensors"
 
-
-@pytest.fixture(autouse=True)
-def faulty(object_server: ObjectServer, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """This process, and those that get this, reach the store through the proxy, and give up sooner."""
-    environment = object_server.at(proxy.endpoint).environment
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(folder, "RETRY_SECONDS", 3)
-    monkeypatch.setattr(commit, "COMMIT_SECONDS", 2.0)
-    return environment
-
-
-def in_store(rank: int, world_size: int, environment: dict[str, str], function: Callable[..., Any], *args: Any) -> Any:
-    os.environ.update(environment)
-    folder.RETRY_SECONDS = 3
-    commit.COMMIT_SECONDS = 2.0
-    return function(rank, world_size, *args)
+pytestmark = pytest.mark.usefixtures("faulty", "hurried")
 
 
 def names_at(url: str) -> list[str]:
