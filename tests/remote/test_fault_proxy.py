@@ -66,7 +66,7 @@ def test_many_connections_pass_large_bodies_at_once(
     store = through()
     data = os.urandom(8 << 20)
     obstore.put(store, "x", data, chunk_size=5 << 20)
-    proxy.add(Fault("delay", seconds=0.2), method="GET")
+    proxy.add(Fault("delay", seconds=2), method="GET")
     with ThreadPoolExecutor(8) as threads:
         assert all(part == data for part in threads.map(lambda _: content(store), range(8)))
     assert proxy.most_at_once == 8
@@ -228,7 +228,7 @@ def test_as_many_parts_are_on_their_way_as_allowed(
     through: Callable[..., S3Store], direct: S3Store, proxy: FaultProxy
 ) -> None:
     data = os.urandom(3 * PART_BYTES)
-    proxy.add(Fault("delay", seconds=0.3), path="partNumber=")
+    proxy.add(Fault("delay", seconds=1), path="partNumber=")
     obstore.put(through(), "x", parts_of(data), chunk_size=PART_BYTES, max_concurrency=1)
     assert proxy.most_at_once == 1 and content(direct) == data
     # A buffer that is larger than a part is cut into parts that all leave at once.
