@@ -19,7 +19,7 @@ from preempted_job import EVERY, STOPPED, loss_of, train
 from torchtitan_ext.storage.inspect.verify import find_damage
 
 JOB = Path(__file__).parents[1] / "support" / "preempted_job.py"
-NUM_JOBS = num_cases(4, share=1.0)
+NUM_JOBS = num_cases(4, share=0.5)
 NUM_STEPS = 60
 
 
