@@ -29,12 +29,13 @@ import torch.multiprocessing as mp
 from bench_sync import Contenders, compare
 from result_file import write_results
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 import torchtitan_ext as tte
-from torchtitan_ext import ops
+from torchtitan_ext import ops, transforms
 from torchtitan_ext.transfer import TransferPlan
+from torchtitan_ext.transforms import Rule, Transform
 
 WORLD_SIZE = 4
 LIMIT = "limit: one flat all_to_all_single"
@@ -211,7 +212,92 @@ class Workload:
         }
 
 
-WORKLOADS = {
+class FusedGenerator:
+    """An fp32 trainer by rows of 4, and a bf16 generator of 2 that has q, k and v, and gate and up, in one tensor each.
+
+    As engines have it, each rank of the generator holds its part of q, then of k, then of v.
+    """
+
+    def __init__(self, hidden: int, feed_forward: int, num_layers: int) -> None:
+        attention, wide, narrow = (hidden, hidden), (feed_forward, hidden), (hidden, feed_forward)
+        of_layer = {"q": attention, "k": attention, "v": attention, "o": attention}
+        of_layer |= {"gate": wide, "up": wide, "down": narrow}
+        self.sources = {f"{layer}.{name}": shape for layer in range(num_layers) for name, shape in of_layer.items()}
+        self.shapes = list(self.sources.values())
+
+        def fused(*names: str) -> Rule:
+            by_ranks = [transforms.reshape([2, -1, hidden]), transforms.concat(1), transforms.reshape([-1, hidden])]
+            return Rule([f"*.{name}" for name in names], f"*.{'_'.join(names)}", by_ranks)
+
+        rules = [fused("q", "k", "v"), fused("gate", "up"), Rule("*.o", "*.o"), Rule("*.down", "*.down")]
+        self.transform = Transform(rules)
+        of_layer = {
+            "q_k_v": (3 * hidden, hidden),
+            "gate_up": (2 * feed_forward, hidden),
+            "o": attention,
+            "down": narrow,
+        }
+        self.targets = {f"{layer}.{name}": shape for layer in range(num_layers) for name, shape in of_layer.items()}
+
+    def contenders(self, folder: str) -> Contenders:
+        rank = dist.get_rank()
+        mesh, of_generator = init_device_mesh("cpu", (WORLD_SIZE,)), dist.new_group([0, 1])
+        source = {
+            name: DTensor.from_local(torch.randn(shape[0] // WORLD_SIZE, shape[1]), mesh, [Shard(0)])
+            for name, shape in self.sources.items()
+        }
+        target = None
+        if rank < 2:
+            halves = DeviceMesh.from_group(of_generator, "cpu")
+            target = {}
+            for name, (height, width) in self.targets.items():
+                dim = 1 if name.endswith(("o", "down")) else 0
+                sizes = (height // 2, width) if dim == 0 else (height, width // 2)
+                target[name] = DTensor.from_local(torch.zeros(sizes, dtype=torch.bfloat16), halves, [Shard(dim)])
+        options: dict[str, Any] = {"transform": self.transform, "cast": "allow"}
+        plan = tte.transfer.plan_reshard(source, target, **options)
+        keeping = tte.transfer.plan_reshard(source, target, keep_sent=True, **options)
+        keeping.run(version=0)
+        versions = itertools.count(1)
+
+        def send_changes() -> None:
+            for tensor in source.values():  # one in a hundred by more than a step of bf16
+                tensor.to_local().view(-1)[::100] *= 1.5
+            keeping.run(version=next(versions), changed_only=True)
+
+        def gather_and_fuse() -> None:
+            whole = {name: tensor.full_tensor() for name, tensor in source.items()}
+            if target is None:
+                return
+            for name, tensor in target.items():
+                layer, _, parts = name.partition(".")
+                names = parts.split("_")
+                if len(names) > 1:
+                    mine = [whole[f"{layer}.{part}"].chunk(2)[rank] for part in names]
+                    tensor.to_local().copy_(torch.cat(mine))
+                else:
+                    tensor.to_local().copy_(whole[name].chunk(2, 1)[rank])
+
+        sent, received = [0] * WORLD_SIZE, [0] * WORLD_SIZE
+        for (sender, receiver), num_bytes in plan.bytes_between.items():
+            if sender == rank:
+                sent[receiver] = num_bytes
+            if receiver == rank:
+                received[sender] = num_bytes
+        flat, filled = torch.zeros(sum(sent), dtype=torch.uint8), torch.zeros(sum(received), dtype=torch.uint8)
+        return {
+            LIMIT: lambda: dist.all_to_all_single(filled, flat, received, sent),
+            KEPT: plan.run,
+            "a kept plan's run, changed_only, 1 % changed": send_changes,
+            "tte.reshard, planning included": lambda: tte.reshard(source, target, **options),
+            "full_tensor, then cat, cast and copy": gather_and_fuse,
+        }
+
+
+FUSED = FusedGenerator(512, 1152, LAYERS)
+
+WORKLOADS: dict[str, Workload | FusedGenerator] = {
+    "564 MB in 350, fp32 rows of 4 -> fused bf16 of 2": FUSED,
     "341 MB in 300, rows of 4 -> columns of 4": Workload(SHAPES, rows(4), columns(4), (4,), (Shard(1),)),
     "341 MB in 300, rows of 4 -> FSDP 2 x TP 2": Workload(
         SHAPES, rows(4), rows_and_columns, (2, 2), (Shard(0), Shard(1))

@@ -48,9 +48,9 @@ INNER_ROWS = {
     ],
     "checkpoint": [{"tables"}, {"rules"}, {"planners"}, {"staging"}, {"operation"}, {"old_options"}, {""}],
     "transfer": [
-        {"copies"},
-        {"changes", "endpoint", "meeting", "phases", "planning", "recover_report", "transport"},
-        {"changed_boxes"},
+        {"copies", "key_sources"},
+        {"endpoint", "meeting", "phases", "planning", "recover_report", "transport"},
+        {"changed", "sent_sums"},
         {"plan", "survivors"},
         {"recovery", "state_dicts"},
         {"dtensors"},
@@ -58,7 +58,7 @@ INNER_ROWS = {
     ],
     "transforms": [{"rules"}, {"mapped", "models"}, {"mapped_reads", "weights"}, {"reader"}, {""}],
     "delta": [
-        {"held", "kept", "saved_changes"},
+        {"held", "saved_changes"},
         {"part_reads"},
         {"files", "replacement", "snapshot"},
         {"application"},

@@ -1166,7 +1166,10 @@ NO_KEY: int
 
 class TransferPair:
     @property
-    def source_class(self) -> int: ...
+    def source_classes(self) -> list[int]:
+        """One, or per source of a map its class."""
+    @property
+    def is_mapped(self) -> bool: ...
     @property
     def target_class(self) -> int: ...
     cast_to: int
@@ -1178,7 +1181,11 @@ class TransferPair:
     def target_keys(self) -> list[int]: ...
 
 def pair_keys(
-    source: World, target: World, source_of: Sequence[int], distrusted: Mapping[int, Sequence[int]] = ...
+    source: World,
+    target: World,
+    source_of: Sequence[int],
+    mapped: Sequence[tuple[int, TensorMap, int]] = ...,
+    distrusted: Mapping[int, Sequence[int]] = ...,
 ) -> list[TransferPair]: ...
 
 class TransferPlan:
@@ -1202,6 +1209,12 @@ class TransferPlan:
 class BoxTable:
     @property
     def entries(self) -> bytes: ...
+    @property
+    def views(self) -> list[tuple[int, _Sizes, _Sizes, list[tuple[int, int]]]]:
+        """Tensor, offsets, sizes, and per dim of the view the dim of the tensor and its step."""
+    @property
+    def changed(self) -> list[int]:
+        """The numbers of boxes that a map or a cast changes."""
     @property
     def bytes_of_peer(self) -> dict[int, int]: ...
 
@@ -1228,7 +1241,7 @@ class AbsentKey:
     def boxes(self) -> list[AbsentBox]: ...
 
 def expand_absent(absent: bytes) -> list[AbsentKey]: ...
-def expand_transfers(transfers: bytes, first_tensor: Sequence[int]) -> BoxTable: ...
+def expand_transfers(transfers: bytes, first_tensor: Sequence[int], num_tensors: int) -> BoxTable: ...
 
 # Transforms: csrc/core/transform.h, csrc/core/tensor_map.h.
 

@@ -7,6 +7,7 @@
 #include <map>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -35,14 +36,30 @@ std::string_view bytes_of(const BoxTable& table) {
 void register_transfer(py::module_& module) {
   module.attr("NO_KEY") = World::kNoClass;
   py::class_<TransferPair>(module, "TransferPair", "Keys with one class in two worlds; see csrc/core/transfer_plan.h.")
-      .def_readonly("source_class", &TransferPair::source_class)
+      .def_property_readonly("source_classes",
+                             [](const TransferPair& pair) {
+                               std::vector<uint32_t> classes;
+                               for (const core::PairSource& one : pair.sources) classes.push_back(one.key_class);
+                               return classes;
+                             })
+      .def_property_readonly("distrusted", [](const TransferPair& pair) { return pair.sources.at(0).distrusted; })
+      .def_property_readonly("is_mapped", [](const TransferPair& pair) { return pair.map != nullptr; })
       .def_readonly("target_class", &TransferPair::target_class)
       .def_readwrite("cast_to", &TransferPair::cast_to)
-      .def_readonly("distrusted", &TransferPair::distrusted)
       .def_readonly("source_keys", &TransferPair::source_keys)
       .def_readonly("target_keys", &TransferPair::target_keys);
-  module.def("pair_keys", &core::pair_keys, py::arg("source"), py::arg("target"), py::arg("source_of"),
-             py::arg("distrusted") = std::map<uint32_t, std::vector<int64_t>>());
+  module.def(
+      "pair_keys",
+      [](const World& source, const World& target, const std::vector<uint32_t>& source_of,
+         const std::vector<std::tuple<uint32_t, core::TensorMap, int64_t>>& mapped,
+         const std::map<uint32_t, std::vector<int64_t>>& distrusted) {
+        std::vector<core::MappedKey> keys;
+        for (const auto& [key, map, cast_to] : mapped) keys.push_back({key, map, cast_to});
+        return core::pair_keys(source, target, source_of, keys, distrusted);
+      },
+      py::arg("source"), py::arg("target"), py::arg("source_of"),
+      py::arg("mapped") = std::vector<std::tuple<uint32_t, core::TensorMap, int64_t>>(),
+      py::arg("distrusted") = std::map<uint32_t, std::vector<int64_t>>());
   py::class_<TransferPlan>(module, "TransferPlan", "Who sends what to whom; see csrc/core/transfer_plan.h.")
       .def(py::init<const World&, const World&, std::vector<TransferPair>, std::vector<uint32_t>, bool>(),
            py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::call_guard<py::gil_scoped_release>(), py::arg("source"),
@@ -59,6 +76,20 @@ void register_transfer(py::module_& module) {
       .def_property_readonly("bytes_between", &TransferPlan::bytes_between);
   py::class_<BoxTable>(module, "BoxTable", "One side of an exchange; see torchtitan_ext.ops.exchange_runs_.")
       .def_property_readonly("entries", [](const BoxTable& table) { return py::bytes(bytes_of(table)); })
+      .def_property_readonly(
+          "views",
+          [](const BoxTable& table) {
+            py::list views;
+            for (const auto& [tensor, sizes, view] : table.views) {
+              py::list steps;
+              for (const core::Step& step : view.steps) {
+                steps.append(py::make_tuple(step.dim, step.elements));
+              }
+              views.append(py::make_tuple(tensor, to_tuple(view.offsets), to_tuple(sizes), std::move(steps)));
+            }
+            return views;
+          })
+      .def_readonly("changed", &BoxTable::changed)
       .def_readonly("bytes_of_peer", &BoxTable::bytes_of_peer);
   py::class_<AbsentKey::Box>(module, "AbsentBox", "See csrc/core/transfer_plan.h.")
       .def_readonly("chunk", &AbsentKey::Box::chunk)
@@ -73,10 +104,10 @@ void register_transfer(py::module_& module) {
   module.def("expand_absent", [](const py::bytes& bytes) { return core::expand_absent(to_view(bytes)); });
   module.def(
       "expand_transfers",
-      [](const py::bytes& bytes, const std::vector<int64_t>& first_tensor) {
-        return core::expand_transfers(to_view(bytes), first_tensor);
+      [](const py::bytes& bytes, const std::vector<int64_t>& first_tensor, int64_t num_tensors) {
+        return core::expand_transfers(to_view(bytes), first_tensor, num_tensors);
       },
-      py::arg("transfers"), py::arg("first_tensor"));
+      py::arg("transfers"), py::arg("first_tensor"), py::arg("num_tensors"));
 }
 
 }  // namespace torchtitan_ext::bindings

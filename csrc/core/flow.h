@@ -7,6 +7,8 @@
 //   supplies  rows 0-3: ranks 0, 1    rows 4-7: rank 2      demand  rows 2-5: ranks 1, 3
 //   moves     rows 2-3: 1 -> 1, 0 -> 3                      rows 4-5: 2 -> 1, 2 -> 3
 //
+// A demand may be one through a *map* (`tensor_map.h`): its tensor is made of others, each of which has supplies.
+//
 // Everything is a plain value: ranks and loads are arguments, and nothing here knows what a rank does with its moves.
 #pragma once
 
@@ -17,6 +19,7 @@
 #include "core/boxes.h"
 #include "core/chunk.h"
 #include "core/loads.h"
+#include "core/tensor_map.h"
 
 namespace torchtitan_ext::core {
 
@@ -39,11 +42,12 @@ struct Demand {
 struct Move {
   int64_t src_rank = 0;
   int64_t dst_rank = 0;
+  uint32_t source = 0;  // of a map the number of the source
   uint32_t src_chunk = 0;
   uint32_t dst_chunk = 0;
-  Sizes src_offsets;  // in the local tensor of each
-  Sizes dst_offsets;
   Sizes sizes;
+  BoxView src;  // in the local tensor of each
+  BoxView dst;
 };
 
 // A part of a wanted box that nobody holds, wanted by all ranks of a demand.
@@ -68,6 +72,16 @@ enum class Holdings : uint8_t {
 //   num_bytes: of an element, in all tensors that move alike.
 Flow plan_flow(std::vector<Supply> supplies, std::span<const Demand> demands, Holdings holdings, int64_t num_bytes,
                Loads& loads);
+
+// A source of a map.
+struct MappedSupplies {
+  Sizes shape;
+  std::vector<Supply> supplies;
+};
+
+// The same for a tensor that a map makes of others, of which the supplies hold each wanted element once.
+Flow plan_mapped_flow(const TensorMap& map, std::span<const MappedSupplies> sources, std::span<const Demand> demands,
+                      int64_t num_bytes, Loads& loads);
 
 // The supplies without some ranks, which are in increasing order; those that nobody else holds are gone.
 std::vector<Supply> without_ranks(std::vector<Supply> supplies, std::span<const int64_t> ranks);

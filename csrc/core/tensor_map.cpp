@@ -371,6 +371,45 @@ std::vector<size_t> checked_permutation(std::span<const int64_t> dims, size_t nu
   return order;
 }
 
+// The parts of pieces that lie in one chunk of their source each, aligned to it: calls `visit` with the piece, the position
+// of the chunk, the chunk, and the source's grid.
+template <typename Visit>
+void for_each_in_chunks(std::vector<MapPiece> pieces, std::span<const MapSource> sources, const Visit& visit) {
+  std::vector<MapPiece> by_source;
+  for (MapPiece& piece : pieces) {
+    simplify(piece);
+    const MapSource& source = sources[piece.source];
+    const Grid grid(source.shape);
+    by_source.clear();
+    align(std::move(piece), kSource, grid, by_source);
+    for (const MapPiece& aligned_piece : by_source) {
+      Chunk wanted{grid.coordinates(aligned_piece.starts[kSource]), Sizes(source.shape.size(), 1), {}};
+      for (const size_t dim : grid.dims()) wanted.sizes[dim] += loops_of(aligned_piece, kSource, grid, dim).reach;
+      for (const Overlap& overlap : source.chunks->find_overlaps(std::span(&wanted, 1))) {
+        const Chunk& chunk = source.chunks->chunks()[overlap.saved];
+        for (const MapPiece& inside : clipped({aligned_piece}, kSource, grid, chunk.offsets, chunk.sizes)) {
+          visit(inside, overlap.saved, chunk, grid);
+        }
+      }
+    }
+  }
+}
+
+// Where the first element of a piece lies in a chunk of its source.
+Sizes coordinates_in(const Chunk& chunk, const MapPiece& piece, const Grid& grid) {
+  Sizes found = grid.coordinates(piece.starts[kSource]);
+  for (size_t dim = 0; dim < chunk.offsets.size(); ++dim) found[dim] -= chunk.offsets[dim];
+  return found;
+}
+
+// How a loop of an aligned piece steps through one dim; a step of 0, of any dim, repeats an element.
+Step step_of(const MapLoop& loop, MapSide side, const Grid& grid) {
+  const int64_t stride = loop.strides[side];
+  if (stride == 0) return {};
+  const size_t dim = grid.dim_of(stride);
+  return {static_cast<uint32_t>(dim), stride / grid.strides()[dim]};
+}
+
 }  // namespace
 
 int64_t MapPiece::num_elements() const {
@@ -573,38 +612,47 @@ std::optional<CoverDefect> find_gap(std::span<const int64_t> shape, std::span<co
 std::vector<MapPart> find_parts(const TensorMap& map, const Box& box, std::span<const int64_t> memory_strides,
                                 std::span<const MapSource> sources) {
   std::vector<MapPart> parts;
-  std::vector<MapPiece> by_source;
-  for (MapPiece& piece : box_of(map, box.offsets, box.sizes, memory_strides)) {
-    simplify(piece);
-    const MapSource& source = sources[piece.source];
-    const Grid grid(source.shape);
-    by_source.clear();
-    align(std::move(piece), kSource, grid, by_source);
-    for (const MapPiece& aligned_piece : by_source) {
-      Chunk wanted{grid.coordinates(aligned_piece.starts[kSource]), Sizes(source.shape.size(), 1), {}};
-      for (const size_t dim : grid.dims()) wanted.sizes[dim] += loops_of(aligned_piece, kSource, grid, dim).reach;
-      for (const Overlap& overlap : source.chunks->find_overlaps(std::span(&wanted, 1))) {
-        const Chunk& chunk = source.chunks->chunks()[overlap.saved];
-        for (const MapPiece& inside : clipped({aligned_piece}, kSource, grid, chunk.offsets, chunk.sizes)) {
-          MapPart part{
-              inside.source, overlap.saved, grid.coordinates(inside.starts[kSource]), inside.starts[kTarget], {}};
-          for (size_t dim = 0; dim < chunk.offsets.size(); ++dim) part.chunk_offsets[dim] -= chunk.offsets[dim];
-          for (const MapLoop& loop : inside.loops) {
-            const int64_t stride = loop.strides[kSource];
-            const size_t dim = stride == 0 ? 0 : grid.dim_of(stride);
-            const int64_t step = stride == 0 ? 0 : stride / grid.strides()[dim];
-            part.loops.push_back({loop.count, static_cast<int64_t>(dim), step, loop.strides[kTarget]});
-          }
-          std::ranges::stable_sort(part.loops, [](const MapPart::Loop& left, const MapPart::Loop& right) {
-            if (left.step == 0 || right.step == 0) return left.step == 0 && right.step != 0;
-            return left.dim != right.dim ? left.dim < right.dim : left.step > right.step;
-          });
-          parts.push_back(std::move(part));
-        }
-      }
+  const auto add = [&](const MapPiece& inside, size_t position, const Chunk& chunk, const Grid& grid) {
+    MapPart part{inside.source, position, coordinates_in(chunk, inside, grid), inside.starts[kTarget], {}};
+    for (const MapLoop& loop : inside.loops) {
+      const auto [dim, step] = step_of(loop, kSource, grid);
+      part.loops.push_back({loop.count, static_cast<int64_t>(dim), step, loop.strides[kTarget]});
     }
-  }
+    std::ranges::stable_sort(part.loops, [](const MapPart::Loop& left, const MapPart::Loop& right) {
+      if (left.step == 0 || right.step == 0) return left.step == 0 && right.step != 0;
+      return left.dim != right.dim ? left.dim < right.dim : left.step > right.step;
+    });
+    parts.push_back(std::move(part));
+  };
+  for_each_in_chunks(box_of(map, box.offsets, box.sizes, memory_strides), sources, add);
   return parts;
+}
+
+std::vector<MapMove> find_moves(const TensorMap& map, const Box& box, std::span<const MapSource> sources) {
+  std::vector<MapMove> moves;
+  const Grid box_grid(box.sizes);
+  std::vector<MapPiece> by_target;
+  const auto add = [&](const MapPiece& inside, size_t position, const Chunk& chunk, const Grid& grid) {
+    by_target.clear();
+    align(inside, kTarget, box_grid, by_target);  // what is cut stays aligned to the source
+    for (MapPiece& piece : by_target) {
+      std::ranges::stable_sort(piece.loops, std::ranges::greater(),
+                               [](const MapLoop& loop) { return loop.strides[kTarget]; });
+      MapMove move{piece.source,
+                   position,
+                   {},
+                   {coordinates_in(chunk, piece, grid), {}},
+                   {box_grid.coordinates(piece.starts[kTarget]), {}}};
+      for (const MapLoop& loop : piece.loops) {
+        move.sizes.push_back(loop.count);
+        move.src.steps.push_back(step_of(loop, kSource, grid));
+        move.dst.steps.push_back(step_of(loop, kTarget, box_grid));
+      }
+      moves.push_back(std::move(move));
+    }
+  };
+  for_each_in_chunks(box_of(map, box.offsets, box.sizes, row_major_strides(box.sizes)), sources, add);
+  return moves;
 }
 
 std::vector<std::pair<int64_t, int64_t>> enumerate(const TensorMap& map) {

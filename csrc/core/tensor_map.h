@@ -108,6 +108,16 @@ struct MapSource {
 std::vector<MapPart> find_parts(const TensorMap& map, const Box& box, std::span<const int64_t> memory_strides,
                                 std::span<const MapSource> sources);
 
+// What goes from one chunk of a source to a box of the target: a view of each, of these sizes.
+struct MapMove {
+  uint32_t source = 0;
+  size_t chunk = 0;  // position in the source's chunk list
+  Sizes sizes;       // the last one with the smallest step in the target
+  BoxView src;       // inside the chunk
+  BoxView dst;       // inside the box
+};
+std::vector<MapMove> find_moves(const TensorMap& map, const Box& box, std::span<const MapSource> sources);
+
 // Source and position of each element, row by row; source -1 for one that no piece has. For tests and small tensors.
 std::vector<std::pair<int64_t, int64_t>> enumerate(const TensorMap& map);
 

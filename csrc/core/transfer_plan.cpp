@@ -114,23 +114,52 @@ std::vector<Demand> demands_of(const World& world, const KeyClass& of_keys) {
 }  // namespace
 
 std::vector<TransferPair> pair_keys(const World& source, const World& target, const std::vector<uint32_t>& source_of,
+                                    const std::vector<MappedKey>& mapped,
                                     const std::map<uint32_t, std::vector<int64_t>>& distrusted) {
   TTE_CHECK(source_of.size() == target.num_keys(), "pair_keys", "got ", source_of.size(), " source keys, expected ",
             target.num_keys());
+  std::vector<const MappedKey*> map_of(source_of.size(), nullptr);
+  for (const MappedKey& one : mapped) map_of.at(one.key) = &one;
   std::vector<TransferPair> pairs;
-  std::map<std::tuple<uint32_t, uint32_t, std::vector<int64_t>>, size_t> positions;
+  // Positions of pairs: several where maps differ.
+  std::map<std::tuple<uint32_t, int64_t, std::vector<PairSource>>, std::vector<size_t>> alike;
   for (uint32_t key = 0; key < source_of.size(); ++key) {
-    if (source_of[key] == World::kNoClass) continue;
-    const uint32_t from = source.class_of(source_of[key]);
-    const uint32_t to = target.class_of(key);
-    TTE_CHECK(from != World::kNoClass && to != World::kNoClass, "pair_keys", "no rank holds ",
-              std::string(target.name(key)));
-    const auto doubt = distrusted.find(source_of[key]);
-    std::vector<int64_t> without = doubt == distrusted.end() ? std::vector<int64_t>() : doubt->second;
-    const auto [found, is_new] = positions.try_emplace({from, to, without}, pairs.size());
-    if (is_new) pairs.push_back({from, to, -1, std::move(without), {}, {}});
-    pairs[found->second].source_keys.push_back(source_of[key]);
-    pairs[found->second].target_keys.push_back(key);
+    if (source_of[key] == World::kNoClass && map_of[key] == nullptr) continue;
+    TransferPair pair{{}, target.class_of(key), -1, {}, {key}, nullptr};
+    TTE_CHECK(pair.target_class != World::kNoClass, "pair_keys", "no rank holds ", std::string(target.name(key)));
+    if (map_of[key] == nullptr) {
+      pair.source_keys = {source_of[key]};
+    } else {
+      TensorMap map = map_of[key]->map;
+      for (MapPiece& piece : map.pieces) {
+        const auto found = std::ranges::find(pair.source_keys, piece.source);
+        const auto number = static_cast<uint32_t>(found - pair.source_keys.begin());
+        if (found == pair.source_keys.end()) pair.source_keys.push_back(piece.source);
+        piece.source = number;
+      }
+      pair.cast_to = map_of[key]->cast_to;
+      pair.map = std::make_shared<const TensorMap>(std::move(map));
+    }
+    for (const uint32_t of : pair.source_keys) {
+      const auto doubt = distrusted.find(of);
+      pair.sources.push_back({source.class_of(of), doubt == distrusted.end() ? std::vector<int64_t>() : doubt->second});
+      TTE_CHECK(pair.sources.back().key_class != World::kNoClass, "pair_keys", "no rank holds ",
+                std::string(source.name(of)));
+    }
+    std::vector<size_t>& positions = alike[{pair.target_class, pair.cast_to, pair.sources}];
+    const auto same = std::ranges::find_if(positions, [&](size_t position) {
+      const TransferPair& other = pairs[position];
+      if (!pair.map || !other.map) return pair.map == other.map;
+      return pair.map->pieces == other.map->pieces;
+    });
+    if (same == positions.end()) {
+      positions.push_back(pairs.size());
+      pairs.push_back(std::move(pair));
+      continue;
+    }
+    TransferPair& found = pairs[*same];
+    found.source_keys.insert(found.source_keys.end(), pair.source_keys.begin(), pair.source_keys.end());
+    found.target_keys.push_back(key);
   }
   return pairs;
 }
@@ -148,12 +177,18 @@ struct TransferPlan::Side {
   Side(const World& of, std::vector<std::string>& to)
       : world(of), told(to), boxes(of.num_ranks()), num_boxes(of.num_ranks(), 0) {}
 
-  void add_box(int64_t rank, int64_t peer, uint32_t chunk, const Sizes& local_offsets, const Sizes& sizes) {
+  void add_box(int64_t rank, int64_t peer, uint32_t source, uint32_t chunk, const BoxView& view, const Sizes& sizes) {
     WireWriter& out = boxes[static_cast<size_t>(rank)];
     out.put(static_cast<uint64_t>(peer));
+    out.put(source);
     out.put(chunk);
-    out.put_sizes(local_offsets);
+    out.put_sizes(view.offsets);
     out.put_sizes(sizes);
+    out.put(view.steps.size());
+    for (const Step& step : view.steps) {
+      out.put(step.dim);
+      out.put(static_cast<uint64_t>(step.elements));
+    }
     ++num_boxes[static_cast<size_t>(rank)];
   }
 
@@ -166,13 +201,17 @@ struct TransferPlan::Side {
     ++num_boxes[static_cast<size_t>(rank)];
   }
 
-  void finish_pair(const std::vector<uint32_t>& keys, int64_t item_bytes, int64_t cast_to) {
+  // `keys_each`: how many of the keys belong together.
+  void finish_pair(const std::vector<uint32_t>& keys, size_t keys_each, int64_t item_bytes, int64_t cast_to,
+                   bool is_changed) {
     keys_of_pair.clear();
     for (size_t rank = 0; rank < boxes.size(); ++rank) {
       if (num_boxes[rank] == 0) continue;
       WireWriter out;
       out.put(static_cast<uint64_t>(item_bytes));
       out.put_signed(cast_to);
+      out.put(is_changed ? 1 : 0);
+      out.put(keys_each);
       out.append(encoded_keys(static_cast<int64_t>(rank), keys));
       out.put(num_boxes[rank]);
       out.append(boxes[rank].take());
@@ -231,21 +270,26 @@ TransferPlan::TransferPlan(const World& source, const World& target, std::vector
 
 void TransferPlan::plan_pair(size_t position, const TransferPair& pair, Side& source_side, Side& target_side,
                              Side& absent_side) {
-  const KeyClass& from = source_.classes().at(pair.source_class);
   const KeyClass& to = target_.classes().at(pair.target_class);
-  const bool states_boxes = source_.kind_of(from).type == EntryType::kBoxes;
-  std::vector<Supply> supplies = has_lost_ranks_ && !states_boxes ? supplies_of_any(from) : supplies_of(source_, from);
-  if (!pair.distrusted.empty()) supplies = without_ranks(std::move(supplies), pair.distrusted);
   const std::vector<Demand> demands = demands_of(target_, to);
   const int64_t item_bytes = target_.kind_of(to).itemsize;
   const int64_t key_bytes = checked_mul(item_bytes, static_cast<int64_t>(pair.target_keys.size()));
+  std::vector<MappedSupplies> sources;
+  for (const PairSource& one : pair.sources) {
+    const KeyClass& from = source_.classes().at(one.key_class);
+    const bool states_boxes = source_.kind_of(from).type == EntryType::kBoxes;
+    std::vector<Supply> held = has_lost_ranks_ && !states_boxes ? supplies_of_any(from) : supplies_of(source_, from);
+    if (!one.distrusted.empty()) held = without_ranks(std::move(held), one.distrusted);
+    sources.push_back({source_.kind_of(from).shape, std::move(held)});
+  }
   const Holdings holdings = has_lost_ranks_ ? Holdings::kAny : Holdings::kExact;
-  const Flow flow = plan_flow(std::move(supplies), demands, holdings, key_bytes, sent_);
+  const Flow flow = pair.map ? plan_mapped_flow(*pair.map, sources, demands, key_bytes, sent_)
+                             : plan_flow(std::move(sources.front().supplies), demands, holdings, key_bytes, sent_);
   for (const Move& move : flow.moves) {
     int64_t& between = bytes_between_[{move.src_rank, move.dst_rank}];
     between = checked_add(between, checked_mul(num_elements(move.sizes), key_bytes));
-    source_side.add_box(move.src_rank, move.dst_rank, move.src_chunk, move.src_offsets, move.sizes);
-    target_side.add_box(move.dst_rank, move.src_rank, move.dst_chunk, move.dst_offsets, move.sizes);
+    source_side.add_box(move.src_rank, move.dst_rank, move.source, move.src_chunk, move.src, move.sizes);
+    target_side.add_box(move.dst_rank, move.src_rank, 0, move.dst_chunk, move.dst, move.sizes);
   }
   for (const Absent& absent : flow.absent) {
     first_absent_.try_emplace(position, absent.part);
@@ -253,9 +297,10 @@ void TransferPlan::plan_pair(size_t position, const TransferPair& pair, Side& so
       absent_side.add_absent(wanting, absent.chunk, absent.part);
     }
   }
-  source_side.finish_pair(pair.source_keys, item_bytes, pair.cast_to);
-  target_side.finish_pair(pair.target_keys, item_bytes, -1);
-  absent_side.finish_pair(pair.target_keys, item_bytes, -1);
+  const bool is_changed = pair.map || pair.cast_to >= 0;
+  source_side.finish_pair(pair.source_keys, pair.sources.size(), item_bytes, pair.cast_to, is_changed);
+  target_side.finish_pair(pair.target_keys, 1, item_bytes, -1, is_changed);
+  absent_side.finish_pair(pair.target_keys, 1, item_bytes, -1, is_changed);
 }
 
 namespace {
@@ -275,6 +320,8 @@ std::vector<AbsentKey> expand_absent(std::string_view bytes) {
   while (in.num_left() > 0) {
     const auto item_bytes = static_cast<int64_t>(in.get("bytes of an element"));
     in.get_signed("dtype");
+    in.get("change on the way");
+    in.get("keys that belong together");
     const std::vector<int64_t> positions = get_positions(in);
     std::vector<AbsentKey::Box> boxes(in.get_count("boxes", 4));
     int64_t num_bytes = 0;
@@ -295,47 +342,75 @@ std::vector<AbsentKey> expand_absent(std::string_view bytes) {
   return result;
 }
 
-BoxTable expand_transfers(std::string_view bytes, const std::vector<int64_t>& first_tensor) {
+BoxTable expand_transfers(std::string_view bytes, const std::vector<int64_t>& first_tensor, int64_t num_tensors) {
   struct Box {
     int64_t peer;
+    size_t source;
     int64_t chunk;
-    Sizes local_offsets;
     Sizes sizes;
+    BoxView view;
   };
   WireReader in(bytes, "transfers");
   std::map<int64_t, std::vector<int64_t>> of_peer;
+  std::map<int64_t, std::vector<bool>> are_changed;
   BoxTable table;
   while (in.num_left() > 0) {
     const auto item_bytes = static_cast<int64_t>(in.get("bytes of an element"));
     const int64_t cast_to = in.get_signed("dtype");
-    std::vector<int64_t> tensors = get_positions(in);
-    for (int64_t& tensor : tensors) {
-      const int64_t position = tensor;
-      const bool is_known = position >= 0 && position < static_cast<int64_t>(first_tensor.size());
-      tensor = is_known ? first_tensor[static_cast<size_t>(position)] : -1;
-      if (tensor < 0) in.fail("position of a key", "this rank has no tensor there");
-    }
+    const bool is_changed = in.get_index("change on the way", 2) == 1;
+    const size_t keys_each = in.get("keys that belong together");
+    const std::vector<int64_t> positions = get_positions(in);
+    if (keys_each == 0 || positions.size() % keys_each != 0) in.fail("keys that belong together", "they are not");
     std::vector<Box> boxes;
-    const size_t num_boxes = in.get_count("boxes", 4);
-    for (size_t box = 0; box < num_boxes; ++box) {
-      const auto peer = static_cast<int64_t>(in.get("peer"));
-      const auto chunk = static_cast<int64_t>(in.get("box of a tensor"));
-      Sizes local_offsets = in.get_sizes("offsets of a box");
-      Sizes sizes = in.get_sizes("sizes of a box");
-      if (local_offsets.size() != sizes.size()) in.fail("sizes of a box", "they are not as many as its offsets");
-      boxes.push_back({peer, chunk, std::move(local_offsets), std::move(sizes)});
+    const size_t num_boxes = in.get_count("boxes", 6);
+    for (size_t index = 0; index < num_boxes; ++index) {
+      Box box;
+      box.peer = static_cast<int64_t>(in.get("peer"));
+      box.source = in.get_index("source of a map", keys_each);
+      box.chunk = static_cast<int64_t>(in.get("box of a tensor"));
+      box.view.offsets = in.get_sizes("offsets of a box");
+      box.sizes = in.get_sizes("sizes of a box");
+      const bool is_view = box.view.offsets.size() != box.sizes.size();
+      box.view.steps.resize(in.get_count("steps", 2));
+      for (Step& step : box.view.steps) {
+        step.dim = static_cast<uint32_t>(in.get_index("dim of a step", box.view.offsets.size()));
+        step.elements = static_cast<int64_t>(in.get("elements of a step"));
+      }
+      const bool has_steps = is_view || !box.view.steps.empty();
+      if (has_steps && box.view.steps.size() != box.sizes.size()) in.fail("steps", "they are not as many as its sizes");
+      boxes.push_back(std::move(box));
     }
-    for (const int64_t tensor : tensors) {
+    for (size_t first = 0; first < positions.size(); first += keys_each) {
       for (const Box& box : boxes) {
+        const int64_t position = positions[first + box.source];
+        const bool is_known = position >= 0 && position < static_cast<int64_t>(first_tensor.size());
+        int64_t tensor = is_known ? first_tensor[static_cast<size_t>(position)] : -1;
+        if (tensor < 0) in.fail("position of a key", "this rank has no tensor there");
+        tensor += box.chunk;
+        Sizes offsets = box.view.offsets;
+        // A view of one element of a tensor of several dims has no steps either.
+        if (!box.view.steps.empty() || offsets.size() != box.sizes.size()) {
+          table.views.push_back({tensor, box.sizes, box.view});
+          tensor = num_tensors + static_cast<int64_t>(table.views.size()) - 1;
+          offsets.assign(box.sizes.size(), 0);
+        }
         std::vector<int64_t>& entries = of_peer[box.peer];
-        entries.insert(entries.end(), {box.peer, tensor + box.chunk, cast_to, static_cast<int64_t>(box.sizes.size())});
-        entries.insert(entries.end(), box.local_offsets.begin(), box.local_offsets.end());
+        entries.insert(entries.end(), {box.peer, tensor, cast_to, static_cast<int64_t>(box.sizes.size())});
+        entries.insert(entries.end(), offsets.begin(), offsets.end());
         entries.insert(entries.end(), box.sizes.begin(), box.sizes.end());
+        are_changed[box.peer].push_back(is_changed);
         table.bytes_of_peer[box.peer] += checked_mul(num_elements(box.sizes), item_bytes);
       }
     }
   }
-  for (const auto& [peer, entries] : of_peer) table.entries.insert(table.entries.end(), entries.begin(), entries.end());
+  int64_t row = 0;
+  for (const auto& [peer, entries] : of_peer) {
+    table.entries.insert(table.entries.end(), entries.begin(), entries.end());
+    for (const bool is_changed : are_changed.at(peer)) {
+      if (is_changed) table.changed.push_back(row);
+      ++row;
+    }
+  }
   return table;
 }
 

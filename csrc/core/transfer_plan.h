@@ -10,43 +10,67 @@
 // Of a world that has lost ranks the others hold what they hold: whatever boxes there are, in whatever replicas, each
 // element taken from the first that has it. What no rank holds is absent, and told to the ranks that want it.
 //
+// A key of the target may be made of several keys of the source by a map (`tensor_map.h`). Such keys are a pair where the
+// maps are equal, and the keys that each takes are of the same classes.
+//
 // A rank is told its boxes, per pair, with the positions of the pair's keys in its own table. Both ends of a transfer
 // count boxes in the same order: by pair, by key, by wanted box, by held box.
 #pragma once
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "core/agreement.h"
+#include "core/boxes.h"
 #include "core/loads.h"
+#include "core/tensor_map.h"
 
 namespace torchtitan_ext::core {
 
-// Keys by their numbers in the two worlds: `target_keys[i]` is filled from `source_keys[i]`.
+// What keys of a pair are made of.
+struct PairSource {
+  uint32_t key_class = 0;
+  // Ranks that hold keys of the class and whose copies are not taken, in increasing order.
+  std::vector<int64_t> distrusted;
+
+  auto operator<=>(const PairSource&) const = default;
+};
+
+// Keys by their numbers in the two worlds: `target_keys[i]` is filled from `source_keys[i]`, or by a map from as many keys
+// as there are `sources`, `source_keys[i * sources.size()]` the first of them.
 struct TransferPair {
-  uint32_t source_class = 0;
+  std::vector<PairSource> sources;
   uint32_t target_class = 0;
   int64_t cast_to = -1;  // the number of the dtype to which the sender converts, or -1
-  std::vector<int64_t>
-      distrusted;  // ranks that hold keys of the pair and whose copies are not taken, in increasing order
   std::vector<uint32_t> source_keys;
   std::vector<uint32_t> target_keys;
+  std::shared_ptr<const TensorMap> map;  // over `sources`; none where a key is what one key of the source is
+};
+
+// A key of the target that a map makes of keys of the source, which the map has by their numbers.
+struct MappedKey {
+  uint32_t key = 0;
+  TensorMap map;
+  int64_t cast_to = -1;
 };
 
 // The pairs, in the order of the lowest target key of each. Args:
-//   source_of: per key of the target the key of the source, or World::kNoClass for one that is not filled;
+//   source_of: per key of the target the key of the source, or World::kNoClass for one that is not filled, or by a map;
+//   mapped: keys that are filled by maps;
 //   distrusted: of keys of the source the ranks whose copies are not taken, in increasing order.
 std::vector<TransferPair> pair_keys(const World& source, const World& target, const std::vector<uint32_t>& source_of,
+                                    const std::vector<MappedKey>& mapped = {},
                                     const std::map<uint32_t, std::vector<int64_t>>& distrusted = {});
 
 class TransferPlan {
  public:
   // After `agree` of both worlds, which found no trouble; the worlds must outlive this.
   // Args:
-  //   pairs: of equal global shapes;
+  //   pairs: of equal global shapes, but for those with a map;
   //   hosts: per rank the number of its host;
   //   has_lost_ranks: whether the source may lack elements.
   TransferPlan(const World& source, const World& target, std::vector<TransferPair> pairs, std::vector<uint32_t> hosts,
@@ -77,17 +101,26 @@ class TransferPlan {
   std::map<size_t, Chunk> first_absent_;
 };
 
-// One side of an exchange of boxes: per box peer, tensor, cast_to, number of dims, offsets, sizes; by peer.
+// One side of an exchange of boxes: per box peer, tensor, cast_to, number of dims, offsets, sizes; by peer. What is no box
+// of a tensor is a box of a view, which counts as a tensor behind those of the rank.
 struct BoxTable {
+  struct View {
+    int64_t tensor = 0;
+    Sizes sizes;
+    BoxView view;
+  };
   std::vector<int64_t> entries;
+  std::vector<View> views;
+  std::vector<int64_t> changed;  // the numbers of boxes that a map or a cast changes, the same boxes on both sides
   std::map<int64_t, int64_t> bytes_of_peer;
 };
 
 // Writes out, key by key, what a rank was told. Throws WireError.
 // Args:
 //   first_tensor: per position in the rank's table its tensor, or -1 for none. A tensor that states its own boxes is one
-//     tensor per box, of which this is the first.
-BoxTable expand_transfers(std::string_view bytes, const std::vector<int64_t>& first_tensor);
+//     tensor per box, of which this is the first;
+//   num_tensors: of the rank.
+BoxTable expand_transfers(std::string_view bytes, const std::vector<int64_t>& first_tensor, int64_t num_tensors);
 
 // What a rank wants of one key and no rank holds. `chunk` counts the boxes of a tensor that states them; `offsets` are
 // global, `local_offsets` in the rank's tensor, or in that box.

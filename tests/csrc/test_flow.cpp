@@ -141,8 +141,8 @@ void check(const Case& one, Holdings holdings) {
     const std::vector<Element> indices = elements_of(Sizes(move.sizes.size(), 0), move.sizes);
     if (move.src_rank != move.dst_rank) given_bytes[move.src_rank] += 2 * static_cast<int64_t>(indices.size());
     for (const Element& index : indices) {
-      const Spot from{move.src_chunk, plus(move.src_offsets, index)};
-      const Spot to{move.dst_chunk, plus(move.dst_offsets, index)};
+      const Spot from{move.src_chunk, plus(move.src.offsets, index)};
+      const Spot to{move.dst_chunk, plus(move.dst.offsets, index)};
       std::vector<std::pair<Spot, Element>>& open = wanted[move.dst_rank];
       const auto found = std::ranges::find_if(open, [&](const auto& want) {
         const auto& of_element = holders.at(want.second);

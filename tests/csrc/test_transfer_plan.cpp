@@ -125,33 +125,41 @@ std::vector<uint32_t> same_names(const World& source, const World& target) {
   return source_of;
 }
 
-struct Box {
-  int64_t tensor;
-  Sizes offsets;
-  Sizes sizes;
+// The elements of a box in the rank's tensor, in the order in which they travel.
+struct BoxElements {
+  size_t tensor = 0;
+  std::vector<int64_t> positions;
 };
 
-std::map<int64_t, std::deque<Box>> boxes_by_peer(const BoxTable& table) {
-  std::map<int64_t, std::deque<Box>> result;
+BoxElements elements_of(const Memory& memory, const BoxTable& table, int64_t tensor, const Sizes& offsets,
+                        const Sizes& sizes) {
+  const int64_t view_number = tensor - static_cast<int64_t>(memory.shapes.size());
+  const BoxTable::View* view = view_number < 0 ? nullptr : &table.views.at(static_cast<size_t>(view_number));
+  BoxElements found{static_cast<size_t>(view == nullptr ? tensor : view->tensor), {}};
+  for_each_index(sizes, [&](const Sizes& at) {
+    Sizes local = view == nullptr ? plus(offsets, at) : view->view.offsets;
+    for (size_t dim = 0; view != nullptr && dim < at.size(); ++dim) {
+      const Step& step = view->view.steps.at(dim);
+      local.at(step.dim) += at[dim] * step.elements;
+    }
+    for (size_t dim = 0; dim < local.size(); ++dim) EXPECT_LT(local[dim], memory.shapes[found.tensor][dim]);
+    found.positions.push_back(linear(local, memory.shapes[found.tensor]));
+  });
+  return found;
+}
+
+std::map<int64_t, std::deque<BoxElements>> boxes_by_peer(const Memory& memory, const std::string& told) {
+  const BoxTable table = expand_transfers(told, memory.first_tensor, static_cast<int64_t>(memory.shapes.size()));
+  std::map<int64_t, std::deque<BoxElements>> result;
   for (size_t at = 0; at < table.entries.size();) {
     const int64_t peer = table.entries[at];
     const auto dims = static_cast<size_t>(table.entries[at + 3]);
     const auto* values = table.entries.data() + at + 4;
-    result[peer].push_back(
-        {table.entries[at + 1], Sizes(values, values + dims), Sizes(values + dims, values + 2 * dims)});
+    const Sizes offsets(values, values + dims), sizes(values + dims, values + 2 * dims);
+    result[peer].push_back(elements_of(memory, table, table.entries[at + 1], offsets, sizes));
     at += 4 + 2 * dims;
   }
   return result;
-}
-
-std::vector<int64_t> read_box(const Memory& memory, const Box& box) {
-  std::vector<int64_t> elements;
-  const auto tensor = static_cast<size_t>(box.tensor);
-  for_each_index(box.sizes, [&](const Sizes& at) {
-    const int64_t local = linear(plus(box.offsets, at), memory.shapes[tensor]);
-    elements.push_back(memory.elements[tensor].at(static_cast<size_t>(local)));
-  });
-  return elements;
 }
 
 // Moves elements as the ranks would, and counts how often each target element is written.
@@ -160,26 +168,29 @@ void exchange(const TransferPlan& plan, State& source, State& target) {
   const auto num_ranks = static_cast<int64_t>(source.memory.size());
   for (int64_t rank = 0; rank < num_ranks; ++rank) {
     const Memory& memory = source.memory[static_cast<size_t>(rank)];
-    for (const auto& [peer, boxes] : boxes_by_peer(expand_transfers(plan.sends(rank), memory.first_tensor))) {
-      for (const Box& box : boxes) sent[{rank, peer}].push_back(read_box(memory, box));
+    for (const auto& [peer, boxes] : boxes_by_peer(memory, plan.sends(rank))) {
+      for (const BoxElements& box : boxes) {
+        std::vector<int64_t>& elements = sent[{rank, peer}].emplace_back();
+        for (const int64_t position : box.positions) {
+          elements.push_back(memory.elements[box.tensor].at(static_cast<size_t>(position)));
+        }
+      }
     }
   }
   for (int64_t rank = 0; rank < num_ranks; ++rank) {
     Memory& memory = target.memory[static_cast<size_t>(rank)];
-    for (const auto& [peer, boxes] : boxes_by_peer(expand_transfers(plan.receives(rank), memory.first_tensor))) {
-      for (const Box& box : boxes) {
+    for (const auto& [peer, boxes] : boxes_by_peer(memory, plan.receives(rank))) {
+      for (const BoxElements& box : boxes) {
         auto& queue = sent[{peer, rank}];
         ASSERT_FALSE(queue.empty());
         const std::vector<int64_t> elements = queue.front();
         queue.pop_front();
-        ASSERT_EQ(static_cast<int64_t>(elements.size()), num_elements(box.sizes));
-        size_t next = 0;
-        const auto tensor = static_cast<size_t>(box.tensor);
-        for_each_index(box.sizes, [&](const Sizes& at) {
-          const auto local = static_cast<size_t>(linear(plus(box.offsets, at), memory.shapes[tensor]));
-          EXPECT_EQ(memory.elements[tensor].at(local), kNothing) << "written twice";
-          memory.elements[tensor][local] = elements[next++];
-        });
+        ASSERT_EQ(elements.size(), box.positions.size());
+        for (size_t next = 0; next < elements.size(); ++next) {
+          const auto local = static_cast<size_t>(box.positions[next]);
+          EXPECT_EQ(memory.elements[box.tensor].at(local), kNothing) << "written twice";
+          memory.elements[box.tensor][local] = elements[next];
+        }
       }
     }
   }
@@ -291,7 +302,7 @@ TEST(TransferPlan, CopiesThatAreDistrustedAreNotTaken) {
   const Kind everywhere = sharded({8}, {{-1, 1}});
   const State source = state_of(4, strided_mesh({3}, {1}), 0, everywhere, {"v", "w", "x"}, true);
   const State target = state_of(4, strided_mesh({4}, {1}), 0, everywhere, {"v", "w", "x"}, false);
-  const auto pairs = pair_keys(source.world, target.world, {0, 1, 2}, {{1, {0}}, {2, {0, 1, 2}}});
+  const auto pairs = pair_keys(source.world, target.world, {0, 1, 2}, {}, {{1, {0}}, {2, {0, 1, 2}}});
   ASSERT_EQ(pairs.size(), 3u);
   const TransferPlan plan(source.world, target.world, pairs, one_host_each(4), true);
   // "v" from rank to itself; rank 0 takes "w" from another one; nobody has an "x" to be trusted.
@@ -307,9 +318,9 @@ TEST(TransferPlan, BoxesOfSurvivorsThatShareElementsAreTakenOnce) {
   const World target = world_of_boxes({{}, {}, {{{0}, {10}, {}}}}, {10});
   const TransferPlan plan(source, target, pair_keys(source, target, {0}), one_host_each(3), true);
   const std::vector<int64_t> receives = {0, 7, -1, 1, 0, 5, 1, 7, -1, 1, 5, 2};
-  EXPECT_EQ(expand_transfers(plan.receives(2), {7}).entries, receives);
+  EXPECT_EQ(expand_transfers(plan.receives(2), {7}, 20).entries, receives);
   const std::vector<int64_t> sends = {2, 7, -1, 1, 2, 2};
-  EXPECT_EQ(expand_transfers(plan.sends(1), {7}).entries, sends);
+  EXPECT_EQ(expand_transfers(plan.sends(1), {7}, 20).entries, sends);
   const std::vector<AbsentKey> absent = expand_absent(plan.absent(2));
   ASSERT_EQ(absent.size(), 1u);
   ASSERT_EQ(absent[0].boxes.size(), 1u);
@@ -337,19 +348,93 @@ TEST(TransferPlan, BoxesThatTensorsStateAreTensorsOfTheirOwn) {
   const TransferPlan plan(source, target, pair_keys(source, target, {0}), {0, 1});
   // Rank 0: its second box begins at 0. Element 2 to itself, 0 to rank 1.
   const std::vector<int64_t> sends = {0, 11, -1, 1, 2, 1, 1, 11, -1, 1, 0, 1};
-  EXPECT_EQ(expand_transfers(plan.sends(0), {10}).entries, sends);
+  EXPECT_EQ(expand_transfers(plan.sends(0), {10}, 20).entries, sends);
   const std::vector<int64_t> receives = {0, 10, -1, 1, 0, 1, 1, 11, -1, 1, 0, 1};
-  EXPECT_EQ(expand_transfers(plan.receives(1), {10}).entries, receives);
+  EXPECT_EQ(expand_transfers(plan.receives(1), {10}, 20).entries, receives);
+}
+
+// A tensor that is made of two others, each of them of several keys of one class: parts, transposed, side by side.
+TensorMap random_map(std::mt19937& random, const Sizes& shape, uint32_t first, uint32_t second) {
+  const TensorMap whole = TensorMap::whole(first, shape);
+  TensorMap part = TensorMap::whole(second, shape);
+  if (random() % 2 == 0) {
+    const int64_t rows = 1 + static_cast<int64_t>(random() % static_cast<uint64_t>(shape[0]));
+    part = part.sliced(Sizes{shape[0] - rows, 0}, Sizes{rows, shape[1]});
+  }
+  TensorMap joined = TensorMap::concatenated(std::vector<const TensorMap*>{&whole, &part}, 0);
+  if (random() % 2 == 0) joined = joined.permuted(Sizes{1, 0});
+  if (random() % 2 == 0) {
+    const int64_t total = num_elements(joined.shape);
+    const int64_t rows = total % 3 == 0 ? 3 : total % 2 == 0 ? 2 : 1;
+    joined = joined.reshaped({rows, -1});
+    if (random() % 2 == 0) joined = joined.permuted(Sizes{1, 0});
+  }
+  return joined;
+}
+
+TEST(TransferPlan, MapsMoveElementsToTheirPlaces) {
+  std::mt19937 random(7);
+  int num_views = 0, num_decided = 0;
+  for (int trial = 0; trial < 400; ++trial) {
+    const Sizes shape = {1 + static_cast<int64_t>(random() % 9), 1 + static_cast<int64_t>(random() % 7)};
+    const auto [source_mesh, source_kind] = random_layout(random, shape);
+    State source = state_of(8, source_mesh, 0, source_kind, {"a", "b", "c", "d"}, true);
+    const TensorMap map = random_map(random, shape, 0, 1);
+    TensorMap other = map;
+    for (MapPiece& piece : other.pieces) piece.source += 2;
+    const auto [target_mesh, target_kind] = random_layout(random, map.shape);
+    State target = state_of(8, target_mesh, 0, target_kind, {"m", "n"}, false);
+    const auto is_decided = [](const State& state) {
+      return std::ranges::all_of(state.world.classes(), [](const KeyClass& one) { return !one.trouble; });
+    };
+    if (!is_decided(source) || !is_decided(target)) continue;
+    ++num_decided;
+    const auto pairs =
+        pair_keys(source.world, target.world, {World::kNoClass, World::kNoClass}, {{0, map, -1}, {1, other, -1}});
+    ASSERT_EQ(pairs.size(), 1u) << "equal maps over keys of equal classes";
+    const TransferPlan plan(source.world, target.world, pairs, one_host_each(8));
+    for (int64_t rank = 0; rank < 8; ++rank) {
+      const Memory& memory = target.memory[static_cast<size_t>(rank)];
+      num_views += !expand_transfers(plan.receives(rank), memory.first_tensor, 2).views.empty();
+    }
+    exchange(plan, source, target);
+    State expected = state_of(8, target_mesh, 0, target_kind, {"m", "n"}, true);
+    const auto elements = enumerate(map);
+    const int64_t per_source = num_elements(shape), per_target = num_elements(map.shape);
+    for (size_t rank = 0; rank < 8; ++rank) {
+      for (std::vector<int64_t>& tensor : expected.memory[rank].elements) {
+        for (int64_t& element : tensor) {
+          const auto [number, position] = elements[static_cast<size_t>(element % per_target)];
+          element = position + (number + 2 * (element / per_target)) * per_source;
+        }
+      }
+      ASSERT_EQ(target.memory[rank].elements, expected.memory[rank].elements) << "trial " << trial << ", rank " << rank;
+    }
+  }
+  EXPECT_GT(num_decided, 200);
+  EXPECT_GT(num_views, 200);
+}
+
+TEST(TransferPlan, KeysOfOtherMapsAreOtherPairs) {
+  const Kind everywhere = sharded({2, 3}, {{-1, 1}});
+  const State source = state_of(2, strided_mesh({2}, {1}), 0, everywhere, {"a", "b"}, true);
+  const State target = state_of(2, strided_mesh({2}, {1}), 0, everywhere, {"m", "n", "o"}, false);
+  const TensorMap plain = TensorMap::whole(0, {2, 3});
+  const TensorMap turned = plain.permuted(Sizes{1, 0}).reshaped({2, 3});
+  const std::vector<uint32_t> none(3, World::kNoClass);
+  EXPECT_EQ(pair_keys(source.world, target.world, none, {{0, plain, -1}, {1, turned, -1}, {2, plain, -1}}).size(), 2u);
+  EXPECT_EQ(pair_keys(source.world, target.world, none, {{0, plain, -1}, {1, plain, 15}, {2, plain, 15}}).size(), 2u);
+  EXPECT_EQ(pair_keys(source.world, target.world, {0, World::kNoClass, 1}, {{1, plain, -1}}).size(), 2u);
 }
 
 TEST(TransferPlan, MessagesThatDoNotFitAreRefused) {
   const World world = world_of_boxes({{{{0}, {8}, {}}}}, {8});
   const TransferPlan plan(world, world, pair_keys(world, world, {0}), {0});
   const std::string& sends = plan.sends(0);
-  EXPECT_THROW(expand_transfers(sends, {-1}), WireError);
-  EXPECT_THROW(expand_transfers(sends, {}), WireError);
+  EXPECT_THROW(expand_transfers(sends, {-1}, 20), WireError);
+  EXPECT_THROW(expand_transfers(sends, {}, 20), WireError);
   for (size_t length = 1; length < sends.size(); ++length) {
-    EXPECT_THROW(expand_transfers(std::string_view(sends).substr(0, length), {0}), WireError) << length;
+    EXPECT_THROW(expand_transfers(std::string_view(sends).substr(0, length), {0}, 20), WireError) << length;
   }
 }
 

@@ -17,7 +17,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import torchtitan_ext as tte
-from torchtitan_ext.delta import kept
 from torchtitan_ext.delta.part_reads import read_tensor
 from torchtitan_ext.delta.saved_changes import NOTE, _digest_of
 from torchtitan_ext.errors import (
@@ -29,7 +28,8 @@ from torchtitan_ext.errors import (
     WrongBaseError,
 )
 from torchtitan_ext.layout.layout import Chunk, LocalShard
-from torchtitan_ext.transfer.changes import HeldTensor
+from torchtitan_ext.transfer.changed import kept
+from torchtitan_ext.transfer.changed.changes import HeldTensor
 
 
 def saved(base: tte.delta.Snapshot, path: Path) -> tte.delta.SavedChanges:

@@ -13,7 +13,7 @@ from random_layouts import SideOfTransfer, random_tensor
 from reference import as_bytes
 
 import torchtitan_ext as tte
-from torchtitan_ext.delta import kept
+from torchtitan_ext.transfer.changed import kept
 
 NUM_TENSORS = 12
 SHARES = [0.0, 0.001, 0.02, 0.1, 0.5, 1.0]

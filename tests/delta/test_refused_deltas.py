@@ -85,7 +85,7 @@ def over_plans(rank: int, world_size: int) -> None:
     half = {"w": columns(whole.bfloat16(), world_size)}
     casting = tte.transfer.plan_reshard({"w": source}, half, cast="allow")
     casting.run(version=5)
-    with refused(StateRefusedError, "w: is cast on its way, which changes cannot follow", half["w"]):
+    with refused(StateRefusedError, "w: is cast or mapped on its way, which changes cannot follow", half["w"]):
         casting.run(changes=changes)
     other = tte.transfer.plan_reshard({"w": columns(whole, world_size)}, {"w": rows(whole, world_size)})
     with refused(WrongBaseError, "changes: are of other tensors than the source that was planned"):

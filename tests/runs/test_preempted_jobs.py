@@ -111,7 +111,9 @@ def test_the_program_of_the_page_leaves_by_the_signal_of_torchrun(tmp_path: Path
     assert len(ends) == 2 and len({*ends[0], *ends[1]}) == 1, told[-4000:]
     assert job.returncode == 1 and 50 < int(ends[0][0]) < 150
     # The save of step 50 may still count as pending: its directory is there before its ranks have heard of it.
-    line = re.search(r"SIGTERM at rank \d: at step (\d+) all ranks (wait for .*, )?save this step,? and stop[:;] ", told)
+    line = re.search(
+        r"SIGTERM at rank \d: at step (\d+) all ranks (wait for .*, )?save this step,? and stop[:;] ", told
+    )
     assert line is not None and line[1] == ends[0][0], told[-4000:]
     done = subprocess.run(second, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=True)
     assert done.stdout == f"from step {ends[0][0]} to 150, saved 150\n" * 2

@@ -11,6 +11,6 @@ from torchtitan_ext.delta.application import DeltaResult, apply
 from torchtitan_ext.delta.files import load, save
 from torchtitan_ext.delta.saved_changes import SavedChanges
 from torchtitan_ext.delta.snapshot import Snapshot
-from torchtitan_ext.transfer.changes import Changes
+from torchtitan_ext.transfer.changed.changes import Changes
 
 __all__ = ["Changes", "DeltaResult", "SavedChanges", "Snapshot", "apply", "load", "save"]

@@ -21,7 +21,6 @@ from torchtitan_ext import _core, ops
 from torchtitan_ext._core import SumTable
 from torchtitan_ext.checkpoint.operation.arguments import Place, check_seconds, place_of
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases, checking_arguments
-from torchtitan_ext.delta.kept import Found
 from torchtitan_ext.delta.part_reads import sum_of_part, zero_sums
 from torchtitan_ext.delta.saved_changes import (
     NOTE,
@@ -49,7 +48,8 @@ from torchtitan_ext.storage.formats.safetensors_files import lay_out
 from torchtitan_ext.storage.formats.sparse_files import make_file, write_parts
 from torchtitan_ext.storage.raw_tensor import DTYPES, dtype_name
 from torchtitan_ext.storage.weights.layout import name_problems
-from torchtitan_ext.transfer.changes import Changes, HeldTensor, differing_versions
+from torchtitan_ext.transfer.changed.changes import Changes, HeldTensor, differing_versions
+from torchtitan_ext.transfer.changed.kept import Found
 
 Boxes = tuple[Box, ...]
 

@@ -12,7 +12,7 @@ from torchtitan_ext.checkpoint.tables.key_table import BoxesEntry, RankTable, Te
 from torchtitan_ext.checkpoint.tables.tensor_sums import TensorSummer
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.layout.layout import Chunk, LocalShard, Steps, shard_of
-from torchtitan_ext.transfer.changes import HeldTensor
+from torchtitan_ext.transfer.changed.changes import HeldTensor
 from torchtitan_ext.transfer.endpoint import Endpoint
 
 

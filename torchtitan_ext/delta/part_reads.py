@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_ext import _core
-from torchtitan_ext.delta.kept import positions_of
 from torchtitan_ext.delta.saved_changes import BLOCK_POSITIONS, SavedChanges, SavedPart
 from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.state.value_digest import sum_box
 from torchtitan_ext.storage.formats.safetensors_files import SafetensorsEntry
 from torchtitan_ext.storage.raw_tensor import DTYPES
+from torchtitan_ext.transfer.changed.kept import positions_of
 
 
 class ListedPart(NamedTuple):

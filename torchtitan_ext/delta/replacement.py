@@ -16,7 +16,7 @@ from torchtitan_ext.layout.dtensor import local_view, to_write
 from torchtitan_ext.layout.layout import row_major_position
 from torchtitan_ext.state.value_digest import sum_box
 from torchtitan_ext.storage.raw_tensor import DTYPES
-from torchtitan_ext.transfer.changes import HeldTensor
+from torchtitan_ext.transfer.changed.changes import HeldTensor
 
 OTHER_BITS = "has other bits than the changes were made from"
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torchtitan_ext.checkpoint.operation.arguments import check_seconds
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, checking_arguments
 from torchtitan_ext.delta.held import agree_on_steps, held_tensors, sums_of_elements, sums_of_tensors
-from torchtitan_ext.delta.kept import KeptHashes, KeptValues
 from torchtitan_ext.errors import Problem, WrongValueError, check_argument, check_counts, refusal
 from torchtitan_ext.layout.layout import ShardOrder, Steps
 from torchtitan_ext.ranks.exchange import check_usable
-from torchtitan_ext.transfer.changes import Changes
+from torchtitan_ext.transfer.changed.changes import Changes
+from torchtitan_ext.transfer.changed.kept import KeptHashes, KeptValues
 from torchtitan_ext.transfer.endpoint import Endpoint, State, describe_endpoint
 from torchtitan_ext.transfer.phases import transfer_phases
 

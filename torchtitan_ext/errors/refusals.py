@@ -117,7 +117,7 @@ REFUSALS: dict[ProblemKind, tuple[type[StateRefusedError], str]] = {
     "unexpected_key": (ReshardError, "Saved entries that nothing asks for"),
     "policy_name": (ReshardError, "Names of the policy that cannot be followed"),
     "unused_filter": (ReshardError, "Filters that select nothing"),
-    "wrong_transform": (TransformError, "Transforms that do not fit the checkpoint"),
+    "wrong_transform": (TransformError, "Transforms that do not fit the source"),
     "other_base": (WrongBaseError, "Not the base of the changes"),
 }
 """For each kind of problem the error and the heading of its problems in reports."""

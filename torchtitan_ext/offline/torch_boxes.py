@@ -21,7 +21,7 @@ from torchtitan_ext.storage.metadata.saved_state import ChunkKey
 from torchtitan_ext.storage.native.fills import Elements, Fills
 from torchtitan_ext.storage.native.open_files import OpenFiles, read_record
 from torchtitan_ext.storage.raw_tensor import DTYPES, dtype_name
-from torchtitan_ext.transfer.changes import HeldTensor
+from torchtitan_ext.transfer.changed.changes import HeldTensor
 from torchtitan_ext.transforms.mapped_reads import mapped_elements
 
 

@@ -17,13 +17,22 @@ from torchtitan_ext.checkpoint.operation.phases import Phases, checking_argument
 from torchtitan_ext.errors import Problem, TransferFailedError, check_argument, check_counts, differing, named, refusal
 from torchtitan_ext.fingerprints import Fingerprint, fingerprint_of_sums, fingerprint_over
 from torchtitan_ext.ranks.groups import position_in
-from torchtitan_ext.transfer.changed_boxes import ChangesExchange, OfferedChanges, changes_problems, why_not_sent
-from torchtitan_ext.transfer.changes import Changes
+from torchtitan_ext.transfer.changed.changed_boxes import (
+    ChangesExchange,
+    OfferedChanges,
+    changes_problems,
+    packed_changes,
+    whole_sources,
+    why_not_sent,
+)
+from torchtitan_ext.transfer.changed.changes import Changes
+from torchtitan_ext.transfer.changed.sent_boxes import SentBoxes
 from torchtitan_ext.transfer.copies import Replicas
 from torchtitan_ext.transfer.endpoint import Endpoint
 from torchtitan_ext.transfer.phases import transfer_phases
 from torchtitan_ext.transfer.planning import RankPart
-from torchtitan_ext.transfer.transport import Transport
+from torchtitan_ext.transfer.sent_sums import different_boxes
+from torchtitan_ext.transfer.transport import Transport, rows_of, with_views
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +46,7 @@ class TransferResult:
         bytes_sent, bytes_received: To and from other ranks.
         bytes_kept: From this rank's source into its own target.
         seconds: How long each phase took.
-        unproved: With ``verify``: target keys whose fingerprints are not those of the source by nature, because they
-            were cast, or because the ranks hold a part of the tensor only.
+        unproved: With ``verify``: target keys of which the ranks hold a part of the tensor only.
     """
 
     version: int | None
@@ -69,8 +77,11 @@ class TransferPlan:
         timeout_seconds: float,
         operation: str = "reshard",
         replicas: Replicas = "equal",
+        keep_sent: bool = False,
     ) -> None:
         self.version: int | None = None
+        self._keep_sent = keep_sent
+        self._sent: SentBoxes | None = None
         self._source = source
         self._target = target
         self._part = part
@@ -81,9 +92,11 @@ class TransferPlan:
         self._operation = operation
         self._replicas = replicas
         self._num_runs = 0
-        sends = _core.expand_transfers(part.sends, source.first_tensor)
-        receives = _core.expand_transfers(part.receives, target.first_tensor)
+        sends = _core.expand_transfers(part.sends, source.first_tensor, len(source.tensors))
+        receives = _core.expand_transfers(part.receives, target.first_tensor, len(target.tensors))
         self._bytes_to, self._bytes_from = sends.bytes_of_peer, receives.bytes_of_peer
+        self._views_out, self._views_in = sends.views, receives.views
+        self._changed_out, self._changed_in = sends.changed, receives.changed
         self._sends, self._receives = _as_tensor(sends.entries), _as_tensor(receives.entries)
 
     def run(
@@ -92,6 +105,7 @@ class TransferPlan:
         version: int | None = None,
         verify: bool = False,
         changes: Changes | None = None,
+        changed_only: bool = False,
     ) -> TransferResult:
         """Fills the targets, in place, with what the sources hold now. Collective over the group; plans nothing.
 
@@ -99,10 +113,16 @@ class TransferPlan:
             version: A number for the state, such as the training step; ranks without a source leave it out. All others
                 give the same.
             verify: Whether replicas of the source are compared before anything moves, and the target's fingerprints
-                with the source's afterwards, without gathering tensors.
+                with the source's afterwards, without gathering tensors. Of keys that are cast or made by a transform
+                the sums of what was sent are compared with those of what lies there.
             changes: Of the source, from ``delta.Snapshot.changes``: only these are sent. Given by each rank that has a
                 part of the source. The target must hold their base version, which the run before brought there; where
-                changed elements have other bits, nothing is written. ``version`` is theirs.
+                changed elements have other bits, nothing is written. ``version`` is theirs. A plan that casts or
+                transforms takes none: see ``changed_only``.
+            changed_only: Sends the elements that differ from what the last run sent, by bits after casts and through
+                transforms: an fp32 source that moved by less than a step of a bf16 target sends nothing. What takes
+                fewer bytes whole goes whole. Asked for by each rank that has a part of the source, with ``version``,
+                of a plan made with ``keep_sent=True``; the target must hold the last run's version, as for ``changes``.
 
         Raises:
             StateRefusedError: A tensor has other memory than when this was planned, ranks give several versions,
@@ -117,10 +137,14 @@ class TransferPlan:
             check_argument("TransferPlan.run", "changes", changes, (Changes, NoneType), "what Snapshot.changes() gives")
             if changes is not None and version is not None:
                 raise ValueError("TransferPlan.run: got version= beside changes=, which have one")
-        run = _Run(version, verify, changes)
+            if changed_only and (version is None or changes is not None or not self._keep_sent):
+                needs = "version=, no changes=, and a plan that was made with keep_sent=True"
+                raise ValueError(f"TransferPlan.run: changed_only=True needs {needs}")
+        run = _Run(version, verify, changes, changed_only)
         with transfer_phases(self._group, self._timeout_seconds, self._operation) as phases:
             found = phases.on_all("agree", lambda: self._offer(run), doing="ranks agreed on a transfer")
             with_changes = any(offer.versions is not None for offer in found)
+            of_snapshot = with_changes and not any(offer.changed_only for offer in found)
             problems = [problem for offer in found for problem in offer.problems]
             problems += _differing(found) or changes_problems(found)
             given = {rank: offer.version for rank, offer in enumerate(found) if offer.version is not None}
@@ -129,7 +153,7 @@ class TransferPlan:
             )
             if problems:
                 raise refusal(self._operation, problems)
-            held = self._fingerprint_of_source(phases, run, with_changes=with_changes) if verify else None
+            held = self._fingerprint_of_source(phases, run, of_snapshot=of_snapshot) if verify else None
             if held is not None and held.differing and self._replicas != "first":
                 what = 'has replicas that differ in the source; plan it with replicas="first" to take the first one'
                 raise refusal(self._operation, [Problem("replicas_differ", fqn, what) for fqn in held.differing])
@@ -144,7 +168,9 @@ class TransferPlan:
                 self.version = None
                 with phases.changing(self._filled, self._part_written):
                     phases.on_all("exchange", lambda: self._exchange(run), exchange_name=self._name_of("exchange"))
-            unproved = () if held is None else self._prove(phases, held)
+                if self._keep_sent:
+                    phases.on_all("keep", lambda: self._keep(run), doing="ranks kept what they sent")
+            unproved = () if held is None else self._prove(phases, held, run)
             phases.log_metrics(logger, self._part.total_bytes)
         self.version = next(iter(given.values()), None)
         return TransferResult(
@@ -156,15 +182,19 @@ class TransferPlan:
             unproved=unproved,
         )
 
-    def describe(self) -> str:
-        """Who sends how much to whom, in groups of at most 64 ranks; else this rank's part. Not collective."""
+    @property
+    def bytes_between(self) -> Mapping[tuple[int, int], int]:
+        """What the first rank sends to the second one, in groups of at most 64 ranks; else this rank's part."""
         rank = 0 if self._group is None else position_in(self._group)
-        between = self._part.bytes_between or {
+        return self._part.bytes_between or {
             **{(rank, peer): num_bytes for peer, num_bytes in self._bytes_to.items()},
             **{(peer, rank): num_bytes for peer, num_bytes in self._bytes_from.items()},
         }
+
+    def describe(self) -> str:
+        """The same as text. Not collective."""
         lines = [f"{self._part.total_bytes:,} bytes in all"]
-        for (sending, wanting), num_bytes in sorted(between.items()):
+        for (sending, wanting), num_bytes in sorted(self.bytes_between.items()):
             to = "keeps" if sending == wanting else f"-> rank {wanting}:"
             lines.append(f"rank {sending} {to} {num_bytes:,} bytes")
         return "\n".join(lines)
@@ -180,8 +210,9 @@ class TransferPlan:
             reason = endpoint.why_changed()
             if reason is not None:
                 problems.append(Problem("cannot_reshard", side, reason))
-        run.sources = self._source.memory_to_read()
-        run.targets, run.finish = self._target.memory_to_fill()
+        run.sources = with_views(self._source.memory_to_read(), self._views_out, are_filled=False)
+        filled, run.finish = self._target.memory_to_fill()
+        run.targets = with_views(filled, self._views_in, are_filled=True)
         objects = self._source.objects_now(self._part.objects_sent)
         for fqn, value in objects.items():
             try:
@@ -189,15 +220,24 @@ class TransferPlan:
             except Exception as error:
                 what = f"is no tensor, and cannot be sent: {type(error).__name__}: {error}"
                 problems.append(Problem("unsupported_value", fqn, what))
+        versions: tuple[int, int] | None = None
         if run.changes is not None:
-            problems += why_not_sent(run.changes, self._source, self._part.cast)
+            problems += why_not_sent(run.changes, self._source, self._part.changed)
+            versions = run.changes.base_version, run.changes.version
+        elif run.changed_only and self.version is None:
+            what = "has no version to start from: the last run had none, or has failed; run the plan without it first"
+            problems.append(Problem("other_base", "changed_only", what))
+        elif run.changed_only and self._source.tensors:
+            assert self.version is not None and run.version is not None
+            versions = self.version, run.version
         return _Offer(
             plan=self._part.number,
             version=run.version if run.changes is None else run.changes.version,
+            changed_only=run.changed_only,
             verify=run.verify,
             objects={} if problems else objects,
             problems=tuple(problems),
-            versions=None if run.changes is None else (run.changes.base_version, run.changes.version),
+            versions=versions,
             has_source=len(self._source.tensors) > 0,
             has_target=len(self._target.tensors) > 0,
             target_version=self.version,
@@ -223,18 +263,21 @@ class TransferPlan:
     def _exchange_changes(self, phases: Phases, run: _Run) -> tuple[Mapping[int, int], Mapping[int, int]]:
         """Sends what changed. Returns the bytes to and from each rank."""
         unchanged = "ranks sent changes; nothing was changed"
+        sources = run.sources if run.changes is None else whole_sources(run.sources, run.changes)
+        sent = self._sent if run.changed_only else None
         exchange = ChangesExchange(
-            sources=run.sources,
+            sources=sources,
             targets=run.targets,
             sends=self._sends,
             receives=self._receives,
-            changes=run.changes,
+            find=lambda rows: packed_changes(rows, run.changes) if sent is None else sent.find(sources),
             transport=self._transport,
             timeout_seconds=self._timeout_seconds,
         )
 
         def pack() -> None:
-            exchange.targets, run.finish = self._target.memory_to_change()
+            filled, run.finish = self._target.memory_to_change()
+            run.targets = exchange.targets = with_views(filled, self._views_in, are_filled=True)
             exchange.pack()
 
         phases.on_all("pack", pack, doing=unchanged)
@@ -242,7 +285,7 @@ class TransferPlan:
 
         def compare() -> list[str]:
             exchange.exchange_changes()
-            return [self._target.names[tensor] for tensor in exchange.tensors_of_other_base()]
+            return [self._name_of_target(tensor) for tensor in exchange.tensors_of_other_base()]
 
         found = phases.on_all("compare", compare, doing=unchanged, exchange_name=self._name_of("compare"))
         wrong = {fqn: rank for rank, of_rank in reversed(list(enumerate(found))) for fqn in of_rank}
@@ -257,17 +300,27 @@ class TransferPlan:
             exchange.exchange_whole()
             exchange.apply()
             self._finish(run)
+            if sent is not None:
+                sent.advance()
 
         with phases.changing(self._filled, self._part_written):
             phases.on_all("exchange", fill, exchange_name=self._name_of("exchange"))
         return exchange.bytes_to, exchange.bytes_from
 
+    def _keep(self, run: _Run) -> None:
+        self._sent = SentBoxes(self._sends, run.sources)
+
+    def _name_of_target(self, tensor: int) -> str:
+        """The key of a tensor, or of a view of one."""
+        num_tensors = len(self._target.tensors)
+        return self._target.names[tensor if tensor < num_tensors else self._views_in[tensor - num_tensors][0]]
+
     def _finish(self, run: _Run) -> None:
         run.finish()
         self._target.set_objects({fqn: run.objects[name] for fqn, name in self._part.objects_filled.items()})
 
-    def _fingerprint_of_source(self, phases: Phases, run: _Run, *, with_changes: bool) -> Fingerprint:
-        if not with_changes:
+    def _fingerprint_of_source(self, phases: Phases, run: _Run, *, of_snapshot: bool) -> Fingerprint:
+        if not of_snapshot:
             return self._fingerprint(phases, self._source)
         sums = _core.SumTable() if run.changes is None else run.changes.after
         gathered = phases.on_all("verify", lambda: sums, doing="ranks exchanged fingerprints of changes")
@@ -285,19 +338,32 @@ class TransferPlan:
             lambda work: phases.on_all("verify", work, doing=doing), tensors, endpoint.layouts, rank=phases.rank
         )
 
-    def _prove(self, phases: Phases, held: Fingerprint) -> tuple[str, ...]:
+    def _prove(self, phases: Phases, held: Fingerprint, run: _Run) -> tuple[str, ...]:
         filled = self._fingerprint(phases, self._target)
-        unproved = tuple(dict.fromkeys((*self._part.cast, *self._part.partial)))
-        wrong = [
+        compared = filled.values.keys() - {*self._part.changed, *self._part.partial}
+        wrong = {
             fqn
-            for fqn, digest in filled.values.items()
-            if fqn not in unproved
-            and (digest != held.values[self._part.renamed.get(fqn, fqn)] or fqn in filled.differing)
-        ]
+            for fqn in compared
+            if filled.values[fqn] != held.values[self._part.renamed.get(fqn, fqn)] or fqn in filled.differing
+        }
+        if self._part.changed:
+            wrong |= {fqn for of_rank in self._compare_changed(phases, run) for fqn in of_rank}
         if wrong:
             failure = f"{len(wrong)} key(s) are not what the source holds, after the transfer"
-            raise TransferFailedError(self._operation, {0: failure}, tuple(wrong), "verify")
-        return unproved
+            raise TransferFailedError(self._operation, {0: failure}, tuple(sorted(wrong)), "verify")
+        return self._part.partial
+
+    def _compare_changed(self, phases: Phases, run: _Run) -> list[list[str]]:
+        """By rank the keys with a box, changed by a map or a cast, that does not hold what was sent."""
+
+        def compare() -> list[str]:
+            sides = run.sources, run.targets, self._sends, self._receives
+            changed = self._changed_out, self._changed_in
+            different = different_boxes(*sides, changed, self._transport, self._timeout_seconds)
+            rows = list(rows_of(self._receives)) if different else []
+            return [self._name_of_target(rows[number].tensor) for number in different]
+
+        return phases.on_all("verify", compare, doing="ranks compared sums", exchange_name=self._name_of("sums"))
 
 
 @dataclass
@@ -314,6 +380,7 @@ class _Run:
     version: int | None
     verify: bool
     changes: Changes | None
+    changed_only: bool
     sources: list[torch.Tensor] = field(default_factory=list)
     targets: list[torch.Tensor] = field(default_factory=list)
     is_memory: bool = True
@@ -327,6 +394,7 @@ class _Offer(OfferedChanges):
 
     plan: int
     version: int | None
+    changed_only: bool
     verify: bool
     objects: Mapping[str, Any]
     problems: tuple[Problem, ...]
@@ -337,7 +405,9 @@ def _differing(offers: Sequence[_Offer]) -> list[Problem]:
     """The problem that ranks run different plans, or in different ways."""
     plans = differing("plan", [offer.plan for offer in offers], show=None, advice="run plans in one order on all ranks")
     verify = differing("verify", [offer.verify for offer in offers])
-    return (plans or verify)[:1]
+    with_source = [rank for rank, offer in enumerate(offers) if offer.has_source]
+    which = differing("changed_only", [offers[rank].changed_only for rank in with_source], ranks=with_source)
+    return (plans or verify or which)[:1]
 
 
 def _as_tensor(entries: bytes) -> torch.Tensor:

@@ -8,16 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from torchtitan_ext import _core, ops
 from torchtitan_ext.checkpoint.rules.casts import CastPolicy, cast_problem
 from torchtitan_ext.checkpoint.rules.policy import Source
-from torchtitan_ext.checkpoint.tables.agreement import Agreement, agree, dtype_named, unused_layouts
+from torchtitan_ext.checkpoint.tables.agreement import Agreement, agree, unused_layouts
 from torchtitan_ext.checkpoint.tables.key_table import RankTable, number_hosts, pack, unpack
 from torchtitan_ext.errors import Problem, differing, refusal
-from torchtitan_ext.errors.near_names import nearest_name
 from torchtitan_ext.transfer.copies import later_copies
+from torchtitan_ext.transfer.key_sources import dtype_of, fp8_problem, mapped_keys, same_keys
+from torchtitan_ext.transforms import Transform
 
 # Ranks are told who sends how much to whom up to this many ranks; beyond it the table grows with their square.
 _MAX_RANKS_TOLD = 64
@@ -50,7 +49,7 @@ class RankPart:
         bytes_between: Bytes from rank to rank, of few ranks all.
         total_bytes: Of all ranks together, those that a rank has itself included.
         renamed: The source keys of target keys with other names.
-        cast: Target keys whose dtype is not the source's.
+        changed: Target keys with other elements than the source's: cast, or made by a transform.
         partial: Target keys of which the ranks together do not hold each element once.
         packed_filled: The target's keys of all ranks.
         unwanted: Source keys that no rank's target has.
@@ -64,7 +63,7 @@ class RankPart:
     bytes_between: Mapping[tuple[int, int], int]
     total_bytes: int
     renamed: Mapping[str, str]
-    cast: tuple[str, ...]
+    changed: tuple[str, ...]
     partial: tuple[str, ...]
     packed_filled: bytes
     unwanted: tuple[str, ...]
@@ -75,7 +74,7 @@ class RankPart:
         return tuple(pickle.loads(unpack(self.packed_filled)))
 
 
-def plan_for_all(offers: Sequence[Offer]) -> list[RankPart]:
+def plan_for_all(offers: Sequence[Offer], transform: Transform | None) -> list[RankPart]:
     """The part of each rank. Runs on the coordinator.
 
     Raises:
@@ -92,33 +91,26 @@ def plan_for_all(offers: Sequence[Offer]) -> list[RankPart]:
     problems += unused_layouts([offer.target for offer in offers], target, target.names)
     arguments = offers[0].arguments
     names, cast = Source(rename=arguments["rename"]), arguments["cast"]
-    missing: list[Problem] = []
-    source_of = [_core.NO_KEY] * len(target.names)
     renamed = {fqn: names.saved_name(fqn) for fqn in target.names}
-    for number, fqn in enumerate(target.names):
-        if number not in target.agreed_keys:
-            continue
-        found = source.number_of.get(renamed[fqn])
-        if found is None:
-            missing.append(_missing(fqn, renamed[fqn], source.names))
-        elif found in source.agreed_keys:
-            source_of[number] = found
-    # A key that its ranks could not describe is not missing.
-    undescribed = {problem.fqn for problem in problems}
-    problems += [problem for problem in missing if renamed[problem.fqn] not in undescribed]
+    if transform is None:
+        found = same_keys(source, target, renamed, problems)
+    elif problems:  # what a transform makes of a source in doubt is in doubt
+        raise refusal("reshard", problems)
+    else:
+        found = mapped_keys(transform, source, target, renamed, cast)
     left_out = later_copies(source) if arguments["replicas"] == "first" else {}
-    pairs = _core.pair_keys(source.world, target.world, source_of, left_out)
-    misfits = [problem for pair in pairs for problem in find_misfits(pair, source, target, cast)]
-    if problems or misfits:
-        raise refusal("reshard", [*problems, *misfits])
+    pairs = _core.pair_keys(source.world, target.world, found.source_of, found.mapped, left_out)
+    misfits = [problem for pair in pairs if not pair.is_mapped for problem in find_misfits(pair, source, target, cast)]
+    if problems or found.problems or misfits:
+        raise refusal("reshard", [*problems, *found.problems, *misfits])
     of_tensors = [pair for pair in pairs if not target.kinds[pair.target_class].is_object]
     for pair in of_tensors:
         wanted = target.kinds[pair.target_class]
-        if wanted.dtype != source.kinds[pair.source_class].dtype:
-            pair.cast_to = ops.dtype_number(_dtype_of(wanted))
+        if not pair.is_mapped and wanted.dtype != source.kinds[pair.source_classes[0]].dtype:
+            pair.cast_to = ops.dtype_number(dtype_of(wanted))
     hosts = number_hosts([offer.host for offer in offers])
     plan = _core.TransferPlan(source.world, target.world, of_tensors, hosts)
-    return make_rank_parts(plan, pairs, source, target, len(offers), renamed)
+    return make_rank_parts(plan, pairs, source, target, len(offers), found.renamed)
 
 
 def differing_arguments(offers: Sequence[Offer]) -> list[Problem]:
@@ -143,7 +135,7 @@ def make_rank_parts(
     filled: list[dict[str, str]] = [{} for _ in range(num_ranks)]
     for pair in pairs:
         if target.kinds[pair.target_class].is_object:
-            holder = next(rank for rank in source.world.ranks(pair.source_class) if rank not in pair.distrusted)
+            holder = next(rank for rank in source.world.ranks(pair.source_classes[0]) if rank not in pair.distrusted)
             sent[holder] += [source.names[key] for key in pair.source_keys]
             for rank in target.world.ranks(pair.target_class):
                 filled[rank].update({target.names[key]: renamed[target.names[key]] for key in pair.target_keys})
@@ -158,7 +150,9 @@ def make_rank_parts(
         bytes_between=between if num_ranks <= _MAX_RANKS_TOLD else {},
         total_bytes=sum(between.values()),
         renamed={fqn: name for fqn, name in renamed.items() if fqn != name},
-        cast=tuple(target.names[key] for pair in pairs if pair.cast_to >= 0 for key in pair.target_keys),
+        changed=tuple(
+            target.names[key] for pair in pairs if pair.is_mapped or pair.cast_to >= 0 for key in pair.target_keys
+        ),
         partial=tuple(target.names[key] for pair in pairs if _is_partial(pair, target) for key in pair.target_keys),
         packed_filled=pack(pickle.dumps(tuple(target.names))),
         unwanted=tuple(name for key, name in enumerate(source.names) if key not in wanted),
@@ -185,7 +179,7 @@ def _is_partial(pair: _core.TransferPair, target: Agreement) -> bool:
 
 def find_misfits(pair: _core.TransferPair, source: Agreement, target: Agreement, cast: CastPolicy) -> list[Problem]:
     """What keeps the keys of a pair from being filled, the same for each of them."""
-    held, wanted = source.kinds[pair.source_class], target.kinds[pair.target_class]
+    held, wanted = source.kinds[pair.source_classes[0]], target.kinds[pair.target_class]
     fqns = [target.names[key] for key in pair.target_keys]
     if held.is_object != wanted.is_object:
         kinds = ("a tensor", "a value that is no tensor")
@@ -196,19 +190,6 @@ def find_misfits(pair: _core.TransferPair, source: Agreement, target: Agreement,
     if held.global_shape != wanted.global_shape:
         what = f"has shape {held.global_shape} in the source, {wanted.global_shape} in the target"
         return [Problem("wrong_shape", fqn, what) for fqn in fqns]
-    dtypes = _dtype_of(held), _dtype_of(wanted)
-    found = [cast_problem(fqn, *dtypes, cast, has="the source is") for fqn in fqns]
+    dtypes = dtype_of(held), dtype_of(wanted)
+    found = [cast_problem(fqn, *dtypes, cast, has="the source is") or fp8_problem(fqn, *dtypes) for fqn in fqns]
     return [problem for problem in found if problem is not None]
-
-
-def _dtype_of(kind: _core.KeyKind) -> torch.dtype:
-    dtype = dtype_named(kind.dtype)
-    assert dtype is not None, "a tensor has a dtype, please report"
-    return dtype
-
-
-def _missing(fqn: str, source_name: str, names: Sequence[str]) -> Problem:
-    near = nearest_name(source_name, names)
-    asked = "" if source_name == fqn else f" as {source_name}"
-    hint = "" if near is None else f"; perhaps {near} is meant: pass rename={{{fqn!r}: {near!r}}}"
-    return Problem("missing_key", fqn, f"the source does not have it{asked}{hint}")

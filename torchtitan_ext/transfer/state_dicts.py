@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from types import NoneType
 from typing import get_args
 
@@ -23,6 +24,7 @@ from torchtitan_ext.transfer.phases import transfer_phases
 from torchtitan_ext.transfer.plan import TransferPlan, TransferResult
 from torchtitan_ext.transfer.planning import Offer, plan_for_all
 from torchtitan_ext.transfer.transport import GroupTransport, Transport
+from torchtitan_ext.transforms import Transform
 
 
 def reshard(
@@ -32,6 +34,7 @@ def reshard(
     *,
     cast: CastPolicy = "exact",
     rename: Mapping[str, str] | None = None,
+    transform: Transform | None = None,
     source_layouts: Mapping[str, ShardOrder] | None = None,
     target_layouts: Mapping[str, ShardOrder] | None = None,
     version: int | None = None,
@@ -50,6 +53,7 @@ def reshard(
         group,
         cast=cast,
         rename=rename,
+        transform=transform,
         source_layouts=source_layouts,
         target_layouts=target_layouts,
         replicas=replicas,
@@ -66,9 +70,11 @@ def plan_reshard(
     *,
     cast: CastPolicy = "exact",
     rename: Mapping[str, str] | None = None,
+    transform: Transform | None = None,
     source_layouts: Mapping[str, ShardOrder] | None = None,
     target_layouts: Mapping[str, ShardOrder] | None = None,
     replicas: Replicas = "equal",
+    keep_sent: bool = False,
     transport: Transport | None = None,
     bucket_bytes: int = ops.DEFAULT_BUCKET_BYTES,
     timeout_seconds: float = TIMEOUT_SECONDS,
@@ -88,11 +94,18 @@ def plan_reshard(
         group: Ranks of both sides; the default group if left out. Its backends must send tensors of their device. Where
             some of a rank's tensors lie on an accelerator, the others (AdamW keeps its steps in host memory) travel by
             copies there, which are kept with the plan.
-        cast: Which changes of dtype are allowed, as in ``LoadPlanner``. The sender converts.
+        cast: Which changes of dtype are allowed, as in ``LoadPlanner``. The sender converts. To fp8, which needs
+            scales, only a step ``transforms.cast`` converts.
         rename: Keys of the target to keys of the source, as in ``Source``: ``{"model.*": "module.*"}``.
+        transform: How the source's tensors become the target's (``tte.transforms``), the same on all ranks. Each
+            element goes straight to its place, once, whatever both layouts are. The transform must take or drop every
+            key of the source. What it rounds on the way to another dtype is refused, and so is ``dequantize``.
+            ``rename`` then leads from keys of the target to those that the transform makes.
         source_layouts, target_layouts: Sharding orders that placements cannot express, by canonical fqn or glob of each
             side.
         replicas: ``"first"`` takes the first replica of each part, which others of the source need not equal then.
+        keep_sent: Keeps what this rank sends in host memory, in the dtypes of the target, so that ``run`` can send what
+            changed since (``changed_only=True``).
         transport: What carries the boxes from rank to rank; the point-to-point messages of the group if left out. The
             group then carries the agreements of the ranks alone.
         bucket_bytes: Size of the buffers; a rank holds at most three beside its tensors.
@@ -110,6 +123,7 @@ def plan_reshard(
             raise ValueError(f"plan_reshard: got cast={cast!r}, expected 'exact', 'allow' or 'forbid'")
         if replicas not in get_args(Replicas):
             raise ValueError(f"plan_reshard: got replicas={replicas!r}, expected 'equal' or 'first'")
+        check_argument("plan_reshard", "transform", transform, (Transform, NoneType), "a Transform of tte.transforms")
         check_seconds("plan_reshard", timeout_seconds)
         check_counts("plan_reshard", bucket_bytes=bucket_bytes)
     ends: dict[str, Endpoint] = {}
@@ -130,12 +144,16 @@ def plan_reshard(
                 "cast": cast,
                 "bucket_bytes": bucket_bytes,
                 "replicas": replicas,
+                "keep_sent": keep_sent,
                 "rename": Source(rename=dict(rename or {})).rename,
+                "transform": repr(transform),
             },
         )
 
     with transfer_phases(group, timeout_seconds) as phases:
-        part = phases.through_coordinator("plan", offer, plan_for_all, doing="ranks planned a transfer")
+        part = phases.through_coordinator(
+            "plan", offer, partial(plan_for_all, transform=transform), doing="ranks planned a transfer"
+        )
     transport = transport or GroupTransport(phases.group, bucket_bytes)
     return TransferPlan(
         ends["source"],
@@ -145,4 +163,5 @@ def plan_reshard(
         transport=transport,
         timeout_seconds=timeout_seconds,
         replicas=replicas,
+        keep_sent=keep_sent,
     )

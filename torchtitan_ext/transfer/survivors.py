@@ -168,7 +168,7 @@ def plan_recovery(
             source_of[number] = held_as
         else:
             lacking.append(fqn)
-    pairs = _core.pair_keys(source.world, target.world, source_of, verdict.distrusted)
+    pairs = _core.pair_keys(source.world, target.world, source_of, distrusted=verdict.distrusted)
     problems = [
         *verdict.problems,
         *(problem for pair in pairs for problem in find_misfits(pair, source, target, "forbid")),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from operator import mul
 from typing import NamedTuple, Protocol
 
 import torch
@@ -72,8 +74,7 @@ class Box(NamedTuple):
 def boxes_of(table: Tensor, tensors: Sequence[Tensor]) -> Iterator[Box]:
     """The boxes of a table, by peer, in the order in which each pair of ranks counts them."""
     for row in rows_of(table):
-        part = part_of(tensors[row.tensor], row)
-        yield Box(row.peer, part, part.dtype if row.cast_to < 0 else ops.numbered_dtype(row.cast_to))
+        yield Box(row.peer, part_of(tensors[row.tensor], row), dtype_of(row, tensors))
 
 
 class Row(NamedTuple):
@@ -105,6 +106,32 @@ def rows_of(table: Tensor) -> Iterator[Row]:
         place = last
 
 
+def dtype_of(row: Row, tensors: Sequence[Tensor]) -> torch.dtype:
+    """That of the elements of a box on their way."""
+    return tensors[row.tensor].dtype if row.cast_to < 0 else ops.numbered_dtype(row.cast_to)
+
+
+View = tuple[int, tuple[int, ...], tuple[int, ...], list[tuple[int, int]]]
+"""A tensor that steps through one of the rank's: which one, offsets there, sizes, per dim its dim and step there."""
+
+
+def with_views(tensors: list[Tensor], views: Sequence[View], *, are_filled: bool) -> list[Tensor]:
+    """The rank's tensors and, behind them, these views of them.
+
+    Of tensors that are filled by views alone stand-ins without elements remain, since no two may share memory.
+    """
+    result = list(tensors)
+    with torch.no_grad():
+        for number, offsets, sizes, steps in views:
+            tensor = tensors[number]
+            strides = tensor.stride()
+            begin = tensor.storage_offset() + sum(map(mul, offsets, strides))
+            result.append(tensor.as_strided(sizes, [strides[dim] * step for dim, step in steps], begin))
+            if are_filled:
+                result[number] = tensor.new_empty(0)
+    return result
+
+
 def part_of(tensor: Tensor, row: Row) -> Tensor:
     """A view of the box of a row."""
     return local_view(tensor, row.offsets, row.sizes)
@@ -116,6 +143,15 @@ def table_of(rows: Iterable[Row]) -> Tensor:
     for row in rows:
         entries += (row.peer, row.tensor, row.cast_to, len(row.sizes), *row.offsets, *row.sizes)
     return torch.tensor(entries, dtype=torch.int64, device="cpu")
+
+
+def flat_table(rows: Sequence[Row | Box], sizes: Sequence[int]) -> Tensor:
+    """A table in which each peer gets, or sends, one range of a flat tensor: the consecutive parts of its rows."""
+    ends = list(accumulate(sizes, initial=0))
+    peers = [row.peer for row in rows]
+    starts = [at for at, peer in enumerate(peers) if at == 0 or peers[at - 1] != peer]
+    ranges = [(first, last) for first, last in pairwise([*starts, len(rows)]) if ends[last] > ends[first]]
+    return table_of(Row(peers[a], 0, -1, (ends[a],), (ends[b] - ends[a],)) for a, b in ranges)
 
 
 @dataclass(frozen=True)

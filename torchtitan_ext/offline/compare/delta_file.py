@@ -9,7 +9,6 @@ from pathlib import Path
 
 from torchtitan_ext._core import add_sums
 from torchtitan_ext.delta.files import parts_of
-from torchtitan_ext.delta.kept import find_between
 from torchtitan_ext.delta.saved_changes import NOTE, TensorTotals, encode_note, part_names
 from torchtitan_ext.errors import DamagedCheckpointError, Problem, ProblemKind, WrongValueError, refusal
 from torchtitan_ext.layout.layout import Box
@@ -23,6 +22,7 @@ from torchtitan_ext.storage.commit.staged_target import staged_target, take_plac
 from torchtitan_ext.storage.commit.steps import step_of
 from torchtitan_ext.storage.formats.safetensors_spool import SafetensorsSpool
 from torchtitan_ext.storage.weights.layout import name_problems
+from torchtitan_ext.transfer.changed.kept import find_between
 
 # For each element that differs: its position, its place in a block, and both again while they are put together.
 _BYTES_PER_CHANGED = 20

@@ -1,4 +1,4 @@
-"""What a snapshot keeps of the tensors of one rank, and what it finds in later versions of them."""
+"""What is kept of an earlier version of tensors of one rank, and what it finds in later versions of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torchtitan_ext import ops
 from torchtitan_ext.layout.dtensor import as_bytes, local_view
 from torchtitan_ext.state.value_digest import fetch_sums, sum_box, sum_shard
-from torchtitan_ext.transfer.changes import Changes, HeldTensor
+from torchtitan_ext.transfer.changed.changes import Changes, HeldTensor
 
 _OFFSET_BYTES = 2  # of a position inside its block
 _BLOCK_ELEMENTS = 65536
@@ -48,7 +48,7 @@ class KeptValues:
         """Reads both versions once."""
         return _joined([self._find(new, batch) for batch in _batches(new)], [tensor.itemsize for tensor in new])
 
-    def advance(self, changes: Changes) -> None:
+    def advance(self, changes: Changes | Found) -> None:
         shards, shapes = [held.shard for held in self._held], [held.global_shape for held in self._held]
         with torch.no_grad():
             ops.apply_changes_(self.base, shards, shapes, changes.positions, changes.values, changes.counts)

@@ -8,10 +8,9 @@ their targets are what the changes were made from, the boxes that go whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,9 +22,10 @@ from torchtitan_ext import _core, ops
 from torchtitan_ext.errors import Problem, named
 from torchtitan_ext.layout.dtensor import to_write
 from torchtitan_ext.layout.layout import Chunk, LocalShard, aligned, part_of_shard
-from torchtitan_ext.transfer.changes import Changes, differing_versions
+from torchtitan_ext.transfer.changed.changes import Changes, differing_versions
+from torchtitan_ext.transfer.changed.kept import Found
 from torchtitan_ext.transfer.endpoint import Endpoint
-from torchtitan_ext.transfer.transport import Row, Transport, part_of, rows_of, table_of
+from torchtitan_ext.transfer.transport import Row, Transport, dtype_of, flat_table, part_of, rows_of, table_of
 
 _WHOLE = -1
 # Elements travel as words of their size.
@@ -33,7 +33,7 @@ _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex1
 _ALIGNMENT = 8
 
 
-class _Header(NamedTuple):
+class Header(NamedTuple):
     """What the receiver of a box is told first, as int64.
 
     Attributes:
@@ -57,6 +57,31 @@ class _Header(NamedTuple):
         return aligned(num_bytes, _ALIGNMENT)
 
 
+class PackedChanges(NamedTuple):
+    """Header and data of each box that is sent."""
+
+    headers: list[Header]
+    data: list[bytes]
+
+    def add(self, in_box: npt.NDArray[np.int64], elements: npt.NDArray[Any], *, old_sum: int = 0) -> None:
+        """A box with some changed elements, by their positions in it."""
+        coded = _core.PositionBlocks.encode(in_box)
+        header = Header(in_box.size, coded.blocks.size // 2, coded.offsets.size, old_sum)
+        message = coded.blocks.tobytes() + coded.offsets.tobytes() + elements.tobytes()
+        self.headers.append(header)
+        self.data.append(message.ljust(header.num_bytes(elements.itemsize), b"\0"))
+
+    def add_whole(self) -> None:
+        """A box that goes whole."""
+        self.headers.append(Header(_WHOLE))
+        self.data.append(b"")
+
+    def extend(self, other: PackedChanges) -> None:
+        """The boxes of another one behind these."""
+        self.headers.extend(other.headers)
+        self.data.extend(other.data)
+
+
 @dataclass
 class ChangesExchange:
     """One run of a plan that sends changes. The steps are called in the order in which they stand here.
@@ -65,32 +90,33 @@ class ChangesExchange:
     wait for it in an exchange.
 
     Args:
-        sources, targets: Memory of this rank's two sides, as for ``Transport.exchange``.
+        sources, targets: Memory of this rank's two sides, as for ``Transport.exchange``. The sources as they were when
+            the changes were found.
         sends, receives: Its tables.
-        changes: What changed in the sources; ``None`` on a rank without a source.
+        find: Finds the changes of the boxes that are sent.
     """
 
     sources: list[Tensor]
     targets: list[Tensor]
     sends: Tensor
     receives: Tensor
-    changes: Changes | None
+    find: Callable[[Sequence[Row]], PackedChanges]
     transport: Transport
     timeout_seconds: float
 
     def pack(self) -> None:
         """Makes what this rank sends. Not collective."""
         self._rows_out, self._rows_in = list(rows_of(self.sends)), list(rows_of(self.receives))
-        self._headers_out, self._data_out = _packed(self._rows_out, self.changes)
-        width = len(_Header._fields)
+        self._headers_out, self._data_out = self.find(self._rows_out)
+        width = len(Header._fields)
         numbers = torch.tensor(self._headers_out, dtype=torch.int64, device="cpu").reshape(-1)
         self._prepare_flat(numbers, [width] * len(self._rows_out), [width] * len(self._rows_in))
 
     def exchange_headers(self) -> None:
         """Collective."""
         self._exchange()
-        received = self._received.cpu().view(-1, len(_Header._fields))
-        self._headers_in = [_Header(*row) for row in received.tolist()]
+        received = self._received.cpu().view(-1, len(Header._fields))
+        self._headers_in = [Header(*row) for row in received.tolist()]
         self._sizes_in = [
             header.num_bytes(self.targets[row.tensor].itemsize)
             for row, header in zip(self._rows_in, self._headers_in, strict=True)
@@ -121,7 +147,7 @@ class ChangesExchange:
             table_of(row for row, header in zip(rows, headers, strict=True) if header.num_changed == _WHOLE)
             for rows, headers in ((self._rows_out, self._headers_out), (self._rows_in, self._headers_in))
         )
-        self._prepare(self._whole_sources(), self.targets, sends, receives)
+        self._prepare(self.sources, self.targets, sends, receives)
 
     def tensors_of_other_base(self) -> list[int]:
         """The tensors of this rank's target whose changed elements are not those that the changes replace."""
@@ -159,15 +185,6 @@ class ChangesExchange:
         """Bytes of changes from each rank; at the end."""
         return _bytes_of_peers(self._rows_in, self._headers_in, self.targets)
 
-    def _whole_sources(self) -> list[Tensor]:
-        """The sources; those that go whole as they were when the changes were found."""
-        if self.changes is None:
-            return self.sources
-        sources = list(self.sources)
-        for tensor, values in self.changes.whole.items():
-            sources[tensor] = values.to(sources[tensor].device)
-        return sources
-
     def _parts_in(self) -> list[Tensor]:
         return [part_of(self.targets[row.tensor].detach(), row) for row in self._rows_in]
 
@@ -175,7 +192,7 @@ class ChangesExchange:
         """The next exchange is of consecutive parts of a flat tensor, one per row; ``_received`` gets what comes."""
         device = next((tensor.device for tensor in (*self.sources, *self.targets)), torch.device("cpu"))
         self._received = torch.empty(sum(sizes_in), dtype=flat.dtype, device=device)
-        sends, receives = _flat_table(self._rows_out, sizes_out), _flat_table(self._rows_in, sizes_in)
+        sends, receives = flat_table(self._rows_out, sizes_out), flat_table(self._rows_in, sizes_in)
         self._prepare([flat.to(device)], [self._received], sends, receives)
 
     def _prepare(self, sources: list[Tensor], targets: list[Tensor], sends: Tensor, receives: Tensor) -> None:
@@ -185,18 +202,26 @@ class ChangesExchange:
         )
 
 
-def _packed(rows: Sequence[Row], changes: Changes | None) -> tuple[list[_Header], list[bytes]]:
-    """Header and data of each row."""
+def whole_sources(sources: list[Tensor], changes: Changes) -> list[Tensor]:
+    """The sources; those that go whole as they were when the changes were found."""
+    result = list(sources)
+    for tensor, values in changes.whole.items():
+        result[tensor] = values.to(result[tensor].device)
+    return result
+
+
+def packed_changes(rows: Sequence[Row], changes: Changes | None) -> PackedChanges:
+    """Of each box of a rank's tensors what a snapshot has found in it; ``None`` of a rank that has no tensors."""
     if changes is None:
-        return [_Header()] * len(rows), [b""] * len(rows)
+        return PackedChanges([Header()] * len(rows), [b""] * len(rows))
     value_offsets = ops.change_offsets(changes.item_bytes, changes.counts)
     first_of = np.cumsum([0, *changes.counts])
     positions, values = changes.positions.numpy(), changes.values.numpy()
-    headers, data, selected = [], [], []
+    packed = PackedChanges([], [])
+    selected = []
     for row in rows:
         if row.tensor in changes.whole:
-            headers.append(_Header(_WHOLE))
-            data.append(b"")
+            packed.add_whole()
             selected.append(np.empty(0, dtype=np.int64))
             continue
         held, item_bytes = changes.tensors[row.tensor], changes.item_bytes[row.tensor]
@@ -204,25 +229,37 @@ def _packed(rows: Sequence[Row], changes: Changes | None) -> tuple[list[_Header]
         (chunk,) = part_of_shard(held.shard, row.offsets, row.sizes).chunks  # no more: a plan moves parts of chunks
         in_box, indices = _core.select_positions(own, held.global_shape, chunk.offsets, row.sizes)
         begin = value_offsets[row.tensor]
-        elements: npt.NDArray[Any] = values[begin : begin + item_bytes * own.size].view(_WORDS[item_bytes])[indices]
-        coded = _core.PositionBlocks.encode(in_box)
-        header = _Header(in_box.size, coded.blocks.size // 2, coded.offsets.size)
-        message = coded.blocks.tobytes() + coded.offsets.tobytes() + elements.tobytes()
-        headers.append(header)
-        data.append(message.ljust(header.num_bytes(item_bytes), b"\0"))
+        packed.add(in_box, values[begin : begin + item_bytes * own.size].view(_WORDS[item_bytes])[indices])
         selected.append(in_box)
     if not changes.base:
-        return [header._replace(has_base=0) for header in headers], data
+        return PackedChanges([header._replace(has_base=0) for header in packed.headers], packed.data)
     if rows:
         parts = [part_of(changes.base[row.tensor], row) for row in rows]
         flat = torch.from_numpy(np.concatenate(selected))
         sums = _sums_at(parts, flat, [of_row.size for of_row in selected])
-        headers = [header._replace(old_sum=total) for header, total in zip(headers, sums, strict=True)]
-    return headers, data
+        headers = [header._replace(old_sum=total) for header, total in zip(packed.headers, sums, strict=True)]
+        return PackedChanges(headers, packed.data)
+    return packed
+
+
+def packed_found(found: Found, item_bytes: Sequence[int]) -> PackedChanges:
+    """The same of boxes that were compared one by one, as tensors of their own."""
+    value_offsets = ops.change_offsets(item_bytes, found.counts)
+    first_of = np.cumsum([0, *found.counts])
+    positions, values = found.positions.numpy(), found.values.numpy()
+    packed = PackedChanges([], [])
+    for at, (size, count) in enumerate(zip(item_bytes, found.counts, strict=True)):
+        if at in found.whole:
+            packed.add_whole()
+            continue
+        begin = value_offsets[at]
+        elements: npt.NDArray[Any] = values[begin : begin + size * count].view(_WORDS[size])
+        packed.add(positions[first_of[at] : first_of[at + 1]], elements, old_sum=found.old_sums[at])
+    return packed
 
 
 def _unpacked(
-    data: npt.NDArray[np.uint8], header: _Header, item_bytes: int
+    data: npt.NDArray[np.uint8], header: Header, item_bytes: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
     """Positions and values of a box. The header's numbers are those of the sender."""
     ends = np.cumsum([8 * header.num_blocks, 2 * header.num_offsets, item_bytes * header.num_changed])
@@ -245,19 +282,10 @@ def _shards_of(parts: Sequence[Tensor]) -> tuple[list[LocalShard], list[tuple[in
     return [LocalShard(sizes, (Chunk((0,) * len(sizes), sizes, (0,) * len(sizes)),)) for sizes in shapes], shapes
 
 
-def _flat_table(rows: Sequence[Row], sizes: Sequence[int]) -> Tensor:
-    """A table in which each peer gets, or sends, one range of a flat tensor: the consecutive parts of its rows."""
-    ends = np.cumsum([0, *sizes]).tolist()
-    peers = [row.peer for row in rows]
-    starts = [at for at, peer in enumerate(peers) if at == 0 or peers[at - 1] != peer]
-    ranges = [(first, last) for first, last in pairwise([*starts, len(rows)]) if ends[last] > ends[first]]
-    return table_of(Row(peers[a], 0, -1, (ends[a],), (ends[b] - ends[a],)) for a, b in ranges)
-
-
-def _bytes_of_peers(rows: Sequence[Row], headers: Sequence[_Header], tensors: Sequence[Tensor]) -> dict[int, int]:
+def _bytes_of_peers(rows: Sequence[Row], headers: Sequence[Header], tensors: Sequence[Tensor]) -> dict[int, int]:
     num_bytes: dict[int, int] = {}
     for row, header in zip(rows, headers, strict=True):
-        item_bytes = tensors[row.tensor].itemsize
+        item_bytes = dtype_of(row, tensors).itemsize
         of_box = math.prod(row.sizes) * item_bytes if header.num_changed == _WHOLE else header.num_bytes(item_bytes)
         num_bytes[row.peer] = num_bytes.get(row.peer, 0) + of_box
     return num_bytes
@@ -304,12 +332,12 @@ def changes_problems(offers: Sequence[OfferedChanges]) -> list[Problem]:
     ]
 
 
-def why_not_sent(changes: Changes, source: Endpoint, cast: Sequence[str]) -> list[Problem]:
-    """Why this rank's changes cannot travel over a plan with this source, whose target casts some keys."""
+def why_not_sent(changes: Changes, source: Endpoint, changed: Sequence[str]) -> list[Problem]:
+    """Why this rank's changes cannot travel over a plan with this source, and with keys that change on their way."""
     kinds = source.kinds()
     other = [fqn for fqn in {**kinds, **changes.kinds} if kinds.get(fqn) != changes.kinds.get(fqn)]
     if other or [held.fqn for held in changes.tensors] != source.names:
         what = "are of other tensors than the source that was planned, or of tensors of other dtypes or layouts"
         return [Problem("other_base", "changes", f"{what}: {named(other or source.names)}")]
-    what = "is cast on its way, which changes cannot follow; make the snapshot of a source in the target's dtype"
-    return [Problem("wrong_dtype", fqn, what) for fqn in cast]
+    what = "is cast or mapped on its way, which changes cannot follow; run the plan without changes"
+    return [Problem("wrong_dtype", fqn, what) for fqn in changed]

@@ -1,0 +1,261 @@
+"""Transforms in the memory of the ranks: random ones, against numpy on whole tensors; a trainer and its generator."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from extent import SEED, num_cases
+from models import BY_NAME, UNEVEN, build_model, build_optimizer, differences, poison, take_steps
+from random_layouts import SideOfTransfer
+from random_transforms import Composition
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+import torchtitan_ext as tte
+from torchtitan_ext import transforms
+from torchtitan_ext.errors import StateRefusedError, TransferFailedError, TransformError
+from torchtitan_ext.transfer.transport import GroupTransport
+from torchtitan_ext.transforms import Rule, Transform
+
+NUM_PLANS = num_cases(13)
+
+
+def composed(draw: random.Random) -> tuple[Composition, Transform, str, torch.dtype]:
+    """A transform, how casts are allowed, and the dtype of its result."""
+    composition = Composition(draw)
+    for _ in range(draw.randint(1, 6)):
+        composition.step()
+    transform = composition.transform()
+    kind = draw.choice(["moved", "cast to the target", "cast by a step"])
+    if kind == "moved":
+        return composition, transform, "forbid", torch.int64
+    if kind == "cast to the target":
+        return composition, transform, "allow", torch.float32
+    by_step = Transform(
+        [Rule(composition.name, composition.name, [transforms.cast("int32")]), Rule("**", "**", others=True)]
+    )
+    return composition, transform.then(by_step), "forbid", torch.int32
+
+
+def reshard_random(rank: int, world_size: int, seeds: list[str]) -> list[str]:
+    lines = []
+    for seed in seeds:
+        draw = random.Random(seed)
+        composition, transform, cast, dtype = composed(draw)
+        # Elements are numbered through all sources, so that a table of values gives those of both sides.
+        numbers = {name: torch.from_numpy(array.copy()) for name, array in composition.sources.items()}
+        result = torch.from_numpy(composition.array.copy())
+        source = SideOfTransfer(draw, world_size, numbers)
+        target = SideOfTransfer(draw, world_size, {composition.name: result.to(dtype)})
+        numbered = {name: tensor.to_local().clone() for name, tensor in source.tensors.items()}
+        keeps = draw.random() < 0.7
+        plan = tte.transfer.plan_reshard(
+            source.tensors or None,
+            target.tensors or None,
+            cast=cast,
+            transform=transform,
+            source_layouts=source.orders,
+            target_layouts=target.orders,
+            keep_sent=keeps,
+            bucket_bytes=draw.choice([64, 256, 1 << 25]),
+        )
+        poison(target.tensors)
+        values = torch.arange(composition.num_elements)
+        for version in range(3):
+            changed_only = keeps and version > 0
+            plan.run(version=version, verify=draw.random() < 0.5, changed_only=changed_only)
+            for name, tensor in target.tensors.items():
+                layout = target.layouts[name]
+                truth = {name: values[result].to(dtype)}
+                found = differences({name: tensor}, truth, list(layout.steps))
+                lines += [
+                    f"seed {seed}, version {version}, {line}: {transform.to_json()} to {layout}" for line in found
+                ]
+            if not changed_only:
+                poison(target.tensors if not keeps else {})
+            # Some, all or none of the elements change.
+            share = draw.choice([0, 0.01, 0.1, 1])
+            chosen = torch.rand(values.shape, generator=torch.Generator().manual_seed(draw.randrange(2**31))) < share
+            values[chosen] += 10_000
+            for name, tensor in source.tensors.items():
+                tensor.to_local().copy_(values[numbered[name]])
+    return lines
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_random_transforms_between_random_layouts(run_world: Any, world_size: int) -> None:
+    seeds = [f"{SEED} {number}" for number in range(NUM_PLANS)]
+    assert run_world(world_size, reshard_random, seeds) == [[]] * world_size
+
+
+# The two matrices of a feed-forward block in one, the second one turned; all else under other names.
+FUSED = Transform(
+    [Rule("block.down.weight", "down", [transforms.transpose(0, 1)]), Rule("**", "**", others=True)]
+).then(
+    Transform(
+        [
+            Rule(["block.up.weight", "down"], "layers.0.fused", [transforms.concat(0)]),
+            Rule(["embed.weight", "head.weight"], "ends", [transforms.stack(0)]),
+            Rule("block.norm.*", "layers.0.norm.*"),
+            Rule("block.up.bias", "layers.0.bias"),
+        ],
+        drop=["num_batches", "running_mean", "mask"],
+    )
+)
+SHAPES = {
+    "layers.0.fused": (2 * UNEVEN.feed_forward, UNEVEN.hidden),
+    "ends": (2, UNEVEN.vocab, UNEVEN.hidden),
+    "layers.0.norm.weight": (UNEVEN.hidden,),
+    "layers.0.bias": (UNEVEN.feed_forward,),
+}
+
+
+def generator_state(ranks: list[int]) -> dict[str, Tensor] | None:
+    """In bf16 over some ranks, its matrices by rows; ``None`` on others."""
+    mesh = DeviceMesh("cpu", ranks, _init_backend=False)
+    if dist.get_rank() not in ranks:
+        return None
+    zeros = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in SHAPES.items()}
+    return {
+        name: DTensor.from_local(
+            torch.chunk(zero, len(ranks), dim=max(0, zero.dim() - 2))[ranks.index(dist.get_rank())].clone(),
+            mesh,
+            [Shard(max(0, zero.dim() - 2))],
+            shape=zero.shape,
+            stride=zero.stride(),
+        )
+        for name, zero in zeros.items()
+    }
+
+
+def expected_state(model: nn.Module) -> dict[str, Tensor]:
+    whole = {name: param.full_tensor() for name, param in model.named_parameters()}
+    made = {
+        "layers.0.fused": torch.cat([whole["block.up.weight"], whole["block.down.weight"].T]),
+        "ends": torch.stack([whole["embed.weight"], whole["head.weight"]]),
+        "layers.0.norm.weight": whole["block.norm.weight"],
+        "layers.0.bias": whole["block.up.bias"],
+    }
+    return {name: tensor.detach().bfloat16() for name, tensor in made.items()}
+
+
+def train_and_send_changes(rank: int, world_size: int) -> list[int]:
+    """What each of ten steps sends to other ranks, by changes; the first row is the whole state."""
+    model = build_model(BY_NAME["fsdp2_tp2"], UNEVEN)
+    optimizer = build_optimizer(model, lr=1e-5)
+    state, whole_state = generator_state([1, 2]), generator_state([1, 2])
+    plan = tte.transfer.plan_reshard(model, state, transform=FUSED, cast="allow", keep_sent=True)
+    whole_plan = tte.transfer.plan_reshard(model, whole_state, transform=FUSED, cast="allow")
+    sent = [plan.run(version=0, verify=True).bytes_sent]
+    for version in range(1, 11):
+        take_steps(model, optimizer, 1)
+        sent.append(plan.run(version=version, changed_only=True, verify=True).bytes_sent)
+        whole_plan.run(version=version)
+        expected = expected_state(model)
+        for made in (state, whole_state):
+            assert made is None or differences(made, expected) == []
+    assert plan.run(version=11, changed_only=True).bytes_sent == 0
+    return sent
+
+
+def test_ten_steps_of_an_fp32_trainer_reach_a_fused_bf16_generator_by_changes(run_world: Any) -> None:
+    of_ranks = run_world(4, train_and_send_changes)
+    whole, *steps = (sum(of_step) for of_step in zip(*of_ranks, strict=True))
+    # Most steps of 1e-5 are less than a step of bf16.
+    assert 0 < sum(steps) / len(steps) < whole / 2, (whole, steps)
+
+
+def other_bases(rank: int, world_size: int) -> None:
+    source = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(6.0).view(2, 3)}
+    target = {"ab": torch.zeros(2, 6)} if rank == 1 else None
+    joined = Transform([Rule(["a", "b"], "ab", [transforms.concat(1)])])
+    plan = tte.transfer.plan_reshard(source, target, transform=joined, keep_sent=True)
+    with pytest.raises(StateRefusedError, match="changed_only: has no version to start from"):
+        plan.run(version=1, changed_only=True)
+    plan.run(version=1)
+    if target is not None:
+        target["ab"][1, 4] += 1
+    source["b"][1, 1] = 70
+    with pytest.raises(StateRefusedError, match="ab: of the target has other bits than the changes replace, on rank 1"):
+        plan.run(version=2, changed_only=True)
+    assert target is None or target["ab"][1, 4] == 5, "nothing was written"
+    plan.run(version=3)
+    assert target is None or target["ab"][1, 4] == 70
+    with pytest.raises(ValueError, match="changed_only=True needs version="):
+        plan.run(changed_only=True)
+    with pytest.raises(StateRefusedError, match="changed_only: is True on rank 0, False on rank 1"):
+        plan.run(version=4, changed_only=rank == 0)
+    with pytest.raises(StateRefusedError, match="ab: is cast or mapped on its way, which changes cannot follow"):
+        snapshot = tte.delta.Snapshot(source)
+        plan.run(changes=snapshot.changes(version=4))
+
+
+def test_changes_need_the_version_that_was_sent(run_world: Any) -> None:
+    run_world(2, other_bases)
+
+
+def refused(rank: int, world_size: int) -> None:
+    source = {"w": torch.zeros(4, 6), "scale": torch.zeros(2, 3), "step": 3}
+
+    def why(rules: list[Rule], target: dict[str, Any], text: str, **options: Any) -> None:
+        with pytest.raises(StateRefusedError, match=text):
+            tte.reshard(source, target, transform=Transform(rules, drop=["**"]), **options)
+
+    halves = Rule("w", ["left", "right"], [transforms.split(1, parts=2)])
+    why([halves], {"lefd": torch.zeros(4, 3)}, "lefd: the transform does not make it.*perhaps left is meant")
+    why([halves], {"left": torch.zeros(3, 4)}, r"left: has shape \(4, 3\) by the transform, \(3, 4\) in the")
+    why([halves], {"left": 7}, "left: is a tensor by the transform, a value that is no tensor in the target")
+    low = {"left": torch.zeros(4, 3, dtype=torch.bfloat16)}
+    why([halves], low, "left: the transform gives torch.float32, the target is torch.bfloat16")
+    fp8 = {"left": torch.zeros(4, 3, dtype=torch.float8_e4m3fn)}
+    why([halves], fp8, r"left: .*need scales.*transforms.cast\('float8_e4m3fn'\)", cast="allow")
+    why([Rule("w", "w")], {"w": fp8["left"].new_zeros(4, 6)}, "need scales", cast="allow")
+    rounded = Rule("w", "v", [transforms.transpose(0, 1), transforms.cast("bfloat16")])
+    why([rounded], {"v": torch.zeros(6, 4)}, "v: is rounded to torch.bfloat16 on its way to torch.float32")
+    scaled = Rule(["w", "scale"], "v", [transforms.dequantize([2, 2], dtype="bfloat16")])
+    why([scaled], {"v": torch.zeros(4, 6, dtype=torch.bfloat16)}, "v: is made by dequantize")
+    with pytest.raises(TransformError, match="scale: no rule takes it"):
+        tte.reshard(source, {"left": torch.zeros(4, 3)}, transform=Transform([halves], drop=["right"]))
+    other = Transform([halves], drop=["**"] if rank == 0 else ["*"])
+    with pytest.raises(StateRefusedError, match="transform: is"):
+        tte.reshard(source, {"left": torch.zeros(4, 3)}, transform=other)
+    with pytest.raises(TypeError, match="transform"):
+        tte.reshard(source, {"left": torch.zeros(4, 3)}, transform=[halves])
+    # By name it is converted, and values that are no tensors go under new names.
+    named = Rule("w", "v", [transforms.transpose(0, 1), transforms.cast("float8_e4m3fn")])
+    target = {"v": torch.ones(6, 4, dtype=torch.float8_e4m3fn), "at": 0}
+    tte.reshard(source, target, transform=Transform([named, Rule("step", "at")], drop=["scale"]), verify=True)
+    assert not target["v"].float().any() and target["at"] == 3
+
+
+def test_what_does_not_fit_is_refused_on_all_ranks(run_world: Any) -> None:
+    run_world(2, refused)
+
+
+class FlipsABit(GroupTransport):
+    """Changes a received element behind the exchange."""
+
+    def exchange(self, sources: list[Tensor], targets: list[Tensor], *tables: Tensor, **options: Any) -> None:
+        super().exchange(sources, targets, *tables, **options)
+        for target in targets:
+            if target.dtype == torch.bfloat16 and target.numel() > 0 and dist.get_rank() == 1:
+                target.view(torch.int16)[(0,) * target.dim()] ^= 1
+                return
+
+
+def flipped(rank: int, world_size: int) -> None:
+    model = build_model(BY_NAME["fsdp2_tp2"], UNEVEN)
+    state = generator_state([1, 2])
+    transport = FlipsABit(dist.group.WORLD, 1 << 20)
+    plan = tte.transfer.plan_reshard(model, state, transform=FUSED, cast="allow", transport=transport)
+    with pytest.raises(TransferFailedError, match="are not what the source holds") as caught:
+        plan.run(verify=True)
+    assert len(caught.value.part_written) == 1 and caught.value.part_written[0] in SHAPES
+    plan.run()
+
+
+def test_a_flipped_bit_is_found_through_maps_and_casts(run_world: Any) -> None:
+    run_world(4, flipped)

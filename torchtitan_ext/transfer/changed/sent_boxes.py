@@ -1,0 +1,69 @@
+"""What a plan has sent, box by box as it travels: later versions are compared with that, through casts and maps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from torchtitan_ext import ops
+from torchtitan_ext.layout.layout import Chunk, LocalShard
+from torchtitan_ext.transfer.changed.changed_boxes import PackedChanges, packed_found
+from torchtitan_ext.transfer.changed.changes import HeldTensor
+from torchtitan_ext.transfer.changed.kept import Found, KeptValues
+from torchtitan_ext.transfer.transport import boxes_of
+
+
+class SentBoxes:
+    """The boxes that a rank has sent, kept in host memory, in the dtypes in which they travelled.
+
+    Each box is a tensor of its own, so that its elements are known by their places in it, and not by those in the
+    source, which a map moves. Boxes are converted and compared in batches.
+    """
+
+    def __init__(self, sends: Tensor, sources: Sequence[Tensor]) -> None:
+        """Keeps what the sources hold now."""
+        self._sends = sends
+        self._kept = [
+            KeptValues(batch, [_whole_tensor(tuple(box.shape)) for box in batch]) for batch in self._batches(sources)
+        ]
+        self._found: list[Found] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory."""
+        return sum(batch.num_bytes for batch in self._kept)
+
+    def find(self, sources: Sequence[Tensor]) -> PackedChanges:
+        """What of the boxes the sources hold otherwise now, by bits."""
+        self._found, packed = [], PackedChanges([], [])
+        for kept, batch in zip(self._kept, self._batches(sources), strict=True):
+            self._found.append(kept.find(batch))
+            packed.extend(packed_found(self._found[-1], [box.itemsize for box in batch]))
+        return packed
+
+    def advance(self) -> None:
+        """What ``find`` has found is what was sent."""
+        for kept, found in zip(self._kept, self._found, strict=True):
+            kept.advance(found)
+        self._found = []
+
+    def _batches(self, sources: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """The boxes as they travel: the same ones in each batch each time."""
+        batch: list[Tensor] = []
+        num_bytes = 0
+        for box in boxes_of(self._sends, sources):
+            with torch.no_grad():
+                batch.append(box.part.to(box.sent_as))
+            num_bytes += batch[-1].numel() * batch[-1].itemsize
+            if num_bytes >= ops.DEFAULT_BUCKET_BYTES:
+                yield batch
+                batch, num_bytes = [], 0
+        if batch:
+            yield batch
+
+
+def _whole_tensor(sizes: tuple[int, ...]) -> HeldTensor:
+    nowhere = (0,) * len(sizes)
+    return HeldTensor("", LocalShard(sizes, (Chunk(nowhere, sizes, nowhere),)), sizes, None)
