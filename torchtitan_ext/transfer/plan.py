@@ -82,6 +82,8 @@ class TransferPlan:
         self.version: int | None = None
         self._keep_sent = keep_sent
         self._sent: SentBoxes | None = None
+        self._kept_sources: list[torch.Tensor] | None = None
+        self._kept_targets: list[torch.Tensor] | None = None
         self._source = source
         self._target = target
         self._part = part
@@ -210,9 +212,9 @@ class TransferPlan:
             reason = endpoint.why_changed()
             if reason is not None:
                 problems.append(Problem("cannot_reshard", side, reason))
-        run.sources = with_views(self._source.memory_to_read(), self._views_out, are_filled=False)
+        run.sources = self._sources_of(self._source.memory_to_read())
         filled, run.finish = self._target.memory_to_fill()
-        run.targets = with_views(filled, self._views_in, are_filled=True)
+        run.targets = self._targets_of(filled)
         objects = self._source.objects_now(self._part.objects_sent)
         for fqn, value in objects.items():
             try:
@@ -277,7 +279,7 @@ class TransferPlan:
 
         def pack() -> None:
             filled, run.finish = self._target.memory_to_change()
-            run.targets = exchange.targets = with_views(filled, self._views_in, are_filled=True)
+            run.targets = exchange.targets = self._targets_of(filled)
             exchange.pack()
 
         phases.on_all("pack", pack, doing=unchanged)
@@ -306,6 +308,22 @@ class TransferPlan:
         with phases.changing(self._filled, self._part_written):
             phases.on_all("exchange", fill, exchange_name=self._name_of("exchange"))
         return exchange.bytes_to, exchange.bytes_from
+
+    def _sources_of(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """With views of them. Of memory that stays from run to run they are made once."""
+        if self._kept_sources is not None:
+            return self._kept_sources
+        sources = with_views(tensors, self._views_out, are_filled=False)
+        self._kept_sources = sources if self._source.is_memory else None
+        return sources
+
+    def _targets_of(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The same of the target."""
+        if self._kept_targets is not None:
+            return self._kept_targets
+        targets = with_views(tensors, self._views_in, are_filled=True)
+        self._kept_targets = targets if self._target.is_memory else None
+        return targets
 
     def _keep(self, run: _Run) -> None:
         self._sent = SentBoxes(self._sends, run.sources)
