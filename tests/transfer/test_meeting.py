@@ -97,6 +97,11 @@ def test_who_is_late_or_says_something_else_is_named_on_both_sides(run_world: An
     found = answers(a, {**b0, "jobs": {"a": 1, "b": 3}}, b1)
     assert len(set(found)) == 1 and "jobs differ" in found[0] and "a: 1, b: 3" in found[0] and "a: 1, b: 2" in found[0]
     assert answers(a, b0, b1) == ["met"] * 3
+    of_any = {**a, "jobs": {"a": 1, "b": None}}
+    assert answers(of_any, b0, b1) == ["met"] * 3
+    nobody = answers({**of_any, "timeout_seconds": 2.0})
+    assert nobody == ["rank(s) 0 of b did not come"]
+    assert "jobs differ" in answers(of_any, {**b0, "jobs": {"a": 2, "b": 2}}, b1)[0]
 
 
 def test_a_first_rank_that_is_lost_after_it_came_holds_up_nobody_for_longer_than_asked() -> None:
@@ -196,6 +201,8 @@ def test_arguments() -> None:
         transfer.meet("h:1", job="c", rank=0, jobs={"a": 1, "b": 2})
     with pytest.raises(WrongValueError, match="got rank=2, expected 0 to 1 of b"):
         transfer.meet("h:1", job="b", rank=2, jobs={"a": 1, "b": 2})
+    with pytest.raises(WrongValueError, match="got None ranks of b, which this process is of; expected their number"):
+        transfer.meet("h:1", job="b", rank=0, jobs={"a": 1, "b": None})
     with pytest.raises(WrongValueError, match="expected 'host:port'"):
         transfer.meet("h", job="a", rank=0, jobs={"a": 1})
     with pytest.raises(MeetingError, match="cannot reach the store"):
@@ -211,7 +218,8 @@ MEMBER = textwrap.dedent("""
     from torchtitan_ext.transfer.phases import transfer_phases
 
     address, job, rank, steps = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    jobs = {"trainer": int(sys.argv[5]), "generator": int(sys.argv[6])}
+    # 0: any number.
+    jobs = {"trainer": int(sys.argv[5]) or None, "generator": int(sys.argv[6]) or None}
     w = torch.zeros(1000)
     step = 0
     while step < steps:
@@ -287,6 +295,40 @@ def test_a_job_that_was_killed_meets_the_other_again(tmp_path: Path, killed: str
         assert "this process group can serve no further transfer: meet again, and plan again" in lost[0]["text"]
     finally:
         for process in processes.values():
+            process.kill()
+            process.wait()
+        del store
+
+
+def test_a_trainer_comes_back_with_other_numbers_of_ranks(tmp_path: Path) -> None:
+    """The generator goes on: it takes whatever trainer comes. A start that was lost before it met leaves no trace."""
+    address, steps = free_address(), 1_000_000
+    host, _, port = address.rpartition(":")
+    store = dist.TCPStore(host, int(port), is_master=True, wait_for_workers=False)
+    generator = tmp_path / "generator"
+    processes = [start(address, "generator", 0, steps, generator, (0, 1))]
+    try:
+        num_met = 0
+        for life, (size, num_started) in enumerate([(2, 2), (4, 3), (3, 3), (1, 1)]):
+            logs = [tmp_path / f"trainer{life}-{rank}" for rank in range(num_started)]
+            trainers = [start(address, "trainer", rank, steps, log, (size, 1)) for rank, log in enumerate(logs)]
+            processes += trainers
+            if num_started < size:  # it never meets
+                deadline = time.monotonic() + 60
+                while store.add(f"torchtitan_ext/meeting/{num_met}/arrivals", 0) < num_started:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.02)
+            else:
+                num_met += 1
+                wait_for(logs[0], 5)
+                assert len({met(log)[-1] for log in (generator, *logs)}) == 1
+            for trainer in trainers:
+                trainer.send_signal(signal.SIGKILL)
+                trainer.wait()
+        assert len(met(generator)) == num_met == 3
+        assert processes[0].poll() is None
+    finally:
+        for process in processes:
             process.kill()
             process.wait()
         del store

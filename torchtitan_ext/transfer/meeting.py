@@ -8,9 +8,10 @@ for the next one.
 from __future__ import annotations
 
 import json
+import operator
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -43,7 +44,7 @@ def meet(
     *,
     job: str,
     rank: int,
-    jobs: Mapping[str, int],
+    jobs: Mapping[str, int | None],
     generation: int | None = None,
     backend: str = "gloo",
     host_store: bool | None = None,
@@ -60,7 +61,8 @@ def meet(
         address: ``"host:port"`` of the meeting's store.
         job: The name of this process's job.
         rank: Its rank in the job.
-        jobs: The number of ranks of each job, in the same order everywhere.
+        jobs: The number of ranks of each job, in the same order everywhere. ``None`` for another job that may come with
+            any number, such as a trainer that was started again on fewer machines: as many as its ranks say.
         generation: Meetings of one generation find each other, and each generation meets once. By default the first
             that has not met yet, so that a job that was started again meets the one that has lost it.
         backend: ``"gloo"``, or ``"cpu:gloo,cuda:nccl"``.
@@ -79,15 +81,16 @@ def meet(
     me = _Member(job, rank, dict(jobs), uuid.uuid4().hex, roll_call_seconds)
     me.check()
     deadline = time.monotonic() + timeout_seconds
-    is_host = me.position == 0 if host_store is None else host_store
+    is_host = me.is_first if host_store is None else host_store
     devices = _devices(backend)
     store = _connect(address, is_host, deadline)
     for number in range(_MOST_GENERATIONS) if generation is None else [generation]:
         place = PrefixStore(f"torchtitan_ext/meeting/{number}", store)
         with _as_meeting_error(address):
-            name = _gather(place, me, deadline, address)
-            if name is not None:
-                return _connected(PrefixStore(name, place), name, me, devices, address, timeout_seconds)
+            found = _gather(place, me, deadline, address)
+            if found is not None:
+                name, sizes = found
+                return _connected(PrefixStore(name, place), name, me, sizes, devices, address, timeout_seconds)
     raise MeetingError(f"generation {generation} has met at {address} already; pass the next one", address)
 
 
@@ -97,29 +100,34 @@ class _Member:
 
     job: str
     rank: int
-    jobs: dict[str, int]
+    jobs: dict[str, int | None]
     token: str
     roll_call_seconds: float = ROLL_CALL_SECONDS
 
     def check(self) -> None:
         for name, size in self.jobs.items():
             check_argument("meet", "jobs", name, str, "a mapping from names of jobs to numbers of ranks")
-            if not isinstance(size, int) or size < 1:
+            if size is None and name == self.job:
+                raise WrongValueError(
+                    f"meet: got None ranks of {name}, which this process is of; expected their number"
+                )
+            if size is not None and (not isinstance(size, int) or size < 1):
                 raise WrongValueError(f"meet: got {size!r} ranks of {name}, expected at least 1")
         if self.job not in self.jobs:
             raise WrongValueError(f"meet: got job={self.job!r}, expected one of {', '.join(self.jobs)}")
-        if not isinstance(self.rank, int) or not 0 <= self.rank < self.jobs[self.job]:
-            last = self.jobs[self.job] - 1
+        if not isinstance(self.rank, int) or not 0 <= self.rank < self.size:
+            last = self.size - 1
             raise WrongValueError(f"meet: got rank={self.rank!r}, expected 0 to {last} of {self.job}")
 
     @property
-    def members(self) -> list[tuple[str, int]]:
-        """All members, by position."""
-        return [(job, rank) for job, size in self.jobs.items() for rank in range(size)]
+    def size(self) -> int:
+        """Of its job."""
+        return self.jobs[self.job] or 0
 
     @property
-    def position(self) -> int:
-        return self.members.index((self.job, self.rank))
+    def is_first(self) -> bool:
+        """Whether it makes the list, and hosts the store."""
+        return self.rank == 0 and self.job == next(iter(self.jobs))
 
     def statement(self) -> str:
         """What the others get to know, and must agree on but for the name."""
@@ -144,8 +152,8 @@ def _connect(address: str, is_host: bool, deadline: float) -> Store:
         raise MeetingError(f"cannot {doing} the store at {address}: {error}", address) from None
 
 
-def _gather(place: Store, me: _Member, deadline: float, address: str) -> str | None:
-    """The name of the meeting; ``None`` where this generation has met without this process."""
+def _gather(place: Store, me: _Member, deadline: float, address: str) -> tuple[str, dict[str, int]] | None:
+    """The meeting's name and the sizes of its jobs; ``None`` where this generation has met without this process."""
     if place.check(["list"]):
         return None
     place.set(f"arrival/{place.add('arrivals', 1)}", me.statement())
@@ -154,41 +162,74 @@ def _gather(place: Store, me: _Member, deadline: float, address: str) -> str | N
     while not place.check(["list"]):
         for number in range(num_read + 1, place.add("arrivals", 0) + 1):
             other = json.loads(place.get(f"arrival/{number}"))
+            arrived.pop((other["job"], other["rank"]), None)  # the last one to come is to stand last
             arrived[other["job"], other["rank"]] = other
             num_read = number
-        problem = _disagreement(me, arrived.values())
-        absent = [member for member in me.members if member not in arrived]
+        sizes, here = _present(me, arrived)
+        problem = _disagreement(me, here.values())
+        absent = [member for member in _members(sizes) if member not in here]
         if problem is None:
             ends = deadline
         elif ends == deadline:  # those that are on their way are to hear of it too
             ends = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if time.monotonic() > ends or (problem is not None and not absent):
-            lost = f"{_named(absent)} did not come" if absent else f"{_named(me.members[:1])} came and was lost"
+            lost = f"{_named(absent)} did not come" if absent else f"{_named(_members(sizes)[:1])} came and was lost"
             problem = problem or lost
             place.compare_set("list", "", json.dumps({"problem": problem}))
-        elif not absent and me.position == 0:
-            tokens = [arrived[member]["token"] for member in me.members]
-            place.compare_set("list", "", json.dumps({"name": uuid.uuid4().hex, "tokens": tokens}))
+        elif not absent and me.is_first:
+            tokens = [here[member]["token"] for member in _members(sizes)]
+            place.compare_set("list", "", json.dumps({"name": uuid.uuid4().hex, "tokens": tokens, "sizes": sizes}))
         else:
             time.sleep(_POLL_SECONDS)
     found = json.loads(place.get("list"))
     if "problem" in found:
         raise MeetingError(found["problem"], address)
-    return str(found["name"]) if me.token in found["tokens"] else None
+    return (str(found["name"]), found["sizes"]) if me.token in found["tokens"] else None
 
 
-def _disagreement(me: _Member, arrived: Any) -> str | None:
+def _members(sizes: Mapping[str, int | None]) -> list[tuple[str, int]]:
+    """All members, by position. Of a job of which nobody has come one is known, its first."""
+    return [(job, rank) for job, size in sizes.items() for rank in range(1 if size is None else size)]
+
+
+def _present(
+    me: _Member, arrived: Mapping[tuple[str, int], dict[str, Any]]
+) -> tuple[dict[str, int | None], dict[tuple[str, int], dict[str, Any]]]:
+    """The number of ranks of each job, and who of them has come, in the order in which they came.
+
+    A job whose number somebody leaves open has as many as the last of its ranks to come has said: those that have said
+    another number were of an earlier start.
+    """
+    sizes = dict(me.jobs)
+    told = [dict(other["jobs"]) for other in arrived.values()]
+    said = {member: jobs[member[0]] for member, jobs in zip(arrived, told, strict=True)}
+    are_open = {job for jobs in (me.jobs, *told) for job, size in jobs.items() if size is None}
+    sizes |= {job: size for (job, _), size in said.items() if job in are_open}
+    earlier = {member for member, size in said.items() if member[0] in are_open and size != sizes[member[0]]}
+    return sizes, {member: other for member, other in arrived.items() if member not in earlier}
+
+
+def _disagreement(me: _Member, arrived: Collection[dict[str, Any]]) -> str | None:
     own = json.loads(me.statement())
     for other in arrived:
         for what in ("jobs", "version", "torch", "roll_call_seconds"):
-            if other[what] != own[what]:
+            if (_are_other_jobs if what == "jobs" else operator.ne)(other[what], own[what]):
                 sides = f"{me.job} rank {me.rank} has {_shown(own[what])}, {other['job']} rank {other['rank']} has "
                 return f"{what} differ: {sides}{_shown(other[what])}"
     return None
 
 
+def _are_other_jobs(left: list[Any], right: list[Any]) -> bool:
+    sizes = dict(right)
+    if [job for job, _ in left] != list(sizes):
+        return True
+    return any(None not in (size, sizes[job]) and size != sizes[job] for job, size in left)
+
+
 def _shown(value: Any) -> str:
-    return ", ".join(f"{name}: {size}" for name, size in value) if isinstance(value, list) else str(value)
+    if not isinstance(value, list):
+        return str(value)
+    return ", ".join(f"{name}: {'any' if size is None else size}" for name, size in value)
 
 
 def _named(members: list[tuple[str, int]]) -> str:
@@ -199,22 +240,29 @@ def _named(members: list[tuple[str, int]]) -> str:
 
 
 def _connected(
-    place: Store, name: str, me: _Member, devices: Mapping[str, str], address: str, timeout_seconds: float
+    place: Store,
+    name: str,
+    me: _Member,
+    sizes: Mapping[str, int],
+    devices: Mapping[str, str],
+    address: str,
+    timeout_seconds: float,
 ) -> dist.ProcessGroup:
-    size, timeout = len(me.members), timedelta(seconds=timeout_seconds)
-    group: Any = dist.ProcessGroup(place, me.position, size)
+    members, timeout = _members(sizes), timedelta(seconds=timeout_seconds)
+    position, size = members.index((me.job, me.rank)), len(members)
+    group: Any = dist.ProcessGroup(place, position, size)
     for device, kind in devices.items():
         connection = PrefixStore(device, place)
         if kind == "gloo":
-            made: Any = dist.ProcessGroupGloo(connection, me.position, size, timeout)
+            made: Any = dist.ProcessGroupGloo(connection, position, size, timeout)
         else:
-            made = dist.ProcessGroupNCCL(connection, me.position, size, dist.ProcessGroupNCCL.Options())
+            made = dist.ProcessGroupNCCL(connection, position, size, dist.ProcessGroupNCCL.Options())
         kinds = dist.ProcessGroup.BackendType
         group._register_backend(torch.device(device), kinds.GLOO if kind == "gloo" else kinds.NCCL, made)
     group_name: Any = f"torchtitan_ext/meeting/{name}"
     group._set_group_name(group_name)
     _register_process_group(group_name, group)
-    remember_meeting(group, Meeting(PrefixStore("watch", place), address, tuple(me.members), me.roll_call_seconds))
+    remember_meeting(group, Meeting(PrefixStore("watch", place), address, tuple(members), me.roll_call_seconds))
     answer_for(group)
     made_group: dist.ProcessGroup = group
     return made_group
