@@ -6,13 +6,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from boxed_tensors import cut, parts
 from extent import SEED, num_cases
-from models import BY_NAME, UNEVEN, build_model, build_optimizer, differences, poison, take_steps
-from random_layouts import SideOfTransfer
+from messages import MessagesOfHosts
+from models import BY_NAME, UNEVEN, build_model, build_optimizer, differences, poison, random_whole, take_steps
+from random_layouts import ALL_DTYPES, SideOfTransfer
 from random_transforms import Composition
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from wrapped_tensors import BlockInt8
 
 import torchtitan_ext as tte
 from torchtitan_ext import transforms
@@ -259,3 +262,116 @@ def flipped(rank: int, world_size: int) -> None:
 
 def test_a_flipped_bit_is_found_through_maps_and_casts(run_world: Any) -> None:
     run_world(4, flipped)
+
+
+def odd_states(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    turn = Rule("w", "v", [transforms.transpose(0, 1)])
+    for dtype in ALL_DTYPES:
+        whole = random_whole((5, 6), dtype, 3)
+        target = {"v": tte.full.distribute_tensor(torch.zeros_like(whole.T.contiguous()), mesh, [Shard(1)])}
+        rows = {"w": tte.full.distribute_tensor(whole, mesh, [Shard(0)])}
+        plan = tte.transfer.plan_reshard(rows, target, transform=Transform([turn]), keep_sent=True)
+        plan.run(version=0, verify=True)
+        assert differences(target, {"v": whole.T}) == [], dtype
+        rows["w"].to_local().copy_(random_whole((5, 6), dtype, 4).tensor_split([3])[rank])
+        plan.run(version=1, verify=True, changed_only=True)
+        assert differences(target, {"v": random_whole((5, 6), dtype, 4).T}) == [], dtype
+
+    # Scalars of a series; the optimizer's steps, which are no shards, to one tensor.
+    steps = {f"steps.{number}": torch.tensor(float(number)) for number in range(3)}
+    joined = {"steps": tte.full.distribute_tensor(torch.zeros(3), mesh, [Shard(0)])}
+    tte.reshard(steps, joined, transform=Transform([Rule("steps.#", "steps", [transforms.stack(0)])]), verify=True)
+    assert differences(joined, {"steps": torch.arange(3.0)}) == []
+    back = {name: torch.full((), -1.0) for name in steps}
+    tte.reshard(joined, back, transform=Transform([Rule("steps", "steps.#", [transforms.unstack(0)])]), verify=True)
+    assert differences(back, steps) == []
+
+    # Views that torch computes when they are read; a module with parameters that want gradients; tied targets.
+    lazy = {"w": torch.randn(3, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(1)).conj()}
+    filled = {"v": torch.zeros(4, 3, dtype=torch.complex64)}
+    tte.reshard(lazy, filled, transform=Transform([turn]), verify=True)
+    assert torch.equal(filled["v"], lazy["w"].T.resolve_conj())
+    linear = nn.Linear(3, 4)
+    before = linear.weight._version
+    to_linear = Transform([Rule("w", "weight", [transforms.reshape([4, 3])]), Rule("b", "bias")])
+    tte.reshard({"w": torch.arange(12.0), "b": torch.ones(4)}, linear, transform=to_linear, verify=True)
+    assert torch.equal(linear.weight, torch.arange(12.0).view(4, 3)) and linear.weight._version > before
+    memory = torch.zeros(12)
+    both = Transform([Rule("w", "a", [transforms.reshape([3, 4])]), Rule("w", "b", [transforms.reshape([4, 3])])])
+    with pytest.raises(StateRefusedError, match="a: cannot be filled: it shares memory with b of the target"):
+        tte.reshard({"w": torch.arange(12.0)}, {"a": memory.view(3, 4), "b": memory.view(4, 3)}, transform=both)
+
+    # Tensors that state their boxes on both sides; and one that consists of others, of which its values are taken.
+    source_boxes = [[((0, 0), (2, 5)), ((6, 0), (3, 2))], [((6, 2), (3, 3)), ((2, 0), (4, 5))]][rank]
+    whole = torch.arange(45.0).view(9, 5)
+    state = {"w": cut(whole, source_boxes)}
+    target = {"v": cut(torch.zeros(5, 9), [((0, 0), (5, 4))] if rank == 0 else [((0, 4), (5, 5))])}
+    tte.reshard(state, target, transform=Transform([turn]), verify=True)
+    assert torch.equal(parts(target["v"])[0], whole.T[:, :4] if rank == 0 else whole.T[:, 4:])
+    quantised = BlockInt8.of(torch.arange(32.0).view(8, 4), 2)
+    dense = {"v": torch.zeros(4, 8)}
+    tte.reshard({"w": quantised if rank == 0 else None} if rank == 0 else None, dense, transform=Transform([turn]))
+    assert torch.equal(dense["v"], BlockInt8.of(torch.arange(32.0).view(8, 4), 2).dense().T)
+
+
+def test_odd_states(run_world: Any) -> None:
+    run_world(2, odd_states)
+
+
+def of_stages(rank: int, world_size: int) -> None:
+    """Each pipeline stage has some layers, and two stages have each layer but the first and the last one."""
+
+    def matrix(layer: int, name: str) -> Tensor:
+        return torch.full((4, 2), 10.0 * layer + (name == "up"))
+
+    own = {f"{layer}.{name}": matrix(layer, name) for layer in (rank, rank + 1) for name in ("gate", "up")}
+    fused = Transform([Rule(["*.gate", "*.up"], "*.gate_up", [transforms.concat(0)])])
+    mesh = init_device_mesh("cpu", (3,))
+    whole = {f"{layer}.gate_up": torch.cat([matrix(layer, "gate"), matrix(layer, "up")]) for layer in range(4)}
+    target = {
+        name: tte.full.distribute_tensor(torch.zeros_like(tensor), mesh, [Shard(1)]) for name, tensor in whole.items()
+    }
+    result = tte.reshard(own, target, transform=fused, verify=True)
+    assert differences(target, whole) == []
+    assert result.bytes_received + result.bytes_kept == sum(tensor.to_local().nbytes for tensor in target.values())
+    if rank == 1:
+        own["1.up"] += 1
+    with pytest.raises(StateRefusedError, match="1.up: has replicas that differ in the source"):
+        tte.reshard(own, target, transform=fused, verify=True)
+    tte.reshard(own, target, transform=fused, replicas="first", verify=True)
+    assert differences(target, whole) == [], "rank 0 is the first"
+
+
+def test_stages_and_replicas(run_world: Any) -> None:
+    run_world(3, of_stages)
+
+
+def on_two_devices(rank: int, world_size: int) -> None:
+    """Some tensors of a side lie on an accelerator, and others in host memory: these travel by way of copies there."""
+    mesh = DeviceMesh("late", [0, 1], _init_backend=False)
+    whole = torch.arange(24.0).view(6, 4)
+    rows = DTensor.from_local(whole.chunk(2)[rank].to("late"), mesh, [Shard(0)])
+    source = {"w": rows, "step": torch.full((2,), 3.0)}
+    target = {"v": torch.zeros(4, 6, dtype=torch.bfloat16, device="late"), "at": torch.zeros(2, 1)}
+    rules = [Rule("w", "v", [transforms.transpose(0, 1)]), Rule("step", "at", [transforms.reshape([2, 1])])]
+    plan = tte.transfer.plan_reshard(
+        source,
+        target if rank == 1 else None,
+        transform=Transform(rules),
+        cast="allow",
+        keep_sent=True,
+        transport=MessagesOfHosts(),
+    )
+    plan.run(version=0, verify=True)
+    if rank == 1:
+        assert torch.equal(target["v"].cpu(), whole.T.bfloat16()) and target["at"].tolist() == [[3.0], [3.0]]
+    rows.to_local()[0, 0] = 99
+    source["step"] += 1
+    plan.run(version=1, changed_only=True, verify=True)
+    if rank == 1:
+        assert target["v"][0].tolist() == [99, 4, 8, 99, 16, 20] and target["at"].tolist() == [[4.0], [4.0]]
+
+
+def test_tensors_on_two_devices(run_late_world: Any) -> None:
+    run_late_world(2, on_two_devices)

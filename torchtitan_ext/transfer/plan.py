@@ -377,7 +377,7 @@ class TransferPlan:
         def compare() -> list[str]:
             sides = run.sources, run.targets, self._sends, self._receives
             changed = self._changed_out, self._changed_in
-            different = different_boxes(*sides, changed, self._transport, self._timeout_seconds)
+            different = different_boxes(*sides, changed, self._source.device, self._transport, self._timeout_seconds)
             rows = list(rows_of(self._receives)) if different else []
             return [self._name_of_target(rows[number].tensor) for number in different]
 

@@ -17,6 +17,7 @@ def different_boxes(
     sends: Tensor,
     receives: Tensor,
     changed: tuple[Sequence[int], Sequence[int]],
+    device: torch.device,
     transport: Transport,
     timeout_seconds: float,
 ) -> list[int]:
@@ -25,6 +26,7 @@ def different_boxes(
     Args:
         sources, targets, sends, receives: What was exchanged, as for ``Transport.exchange``.
         changed: The numbers of the boxes that are compared, of those sent and of those received.
+        device: On which the tensors lie.
     """
     out, received = (
         _some(table, tensors, which)
@@ -33,7 +35,7 @@ def different_boxes(
             (receives, targets, changed[1]),
         )
     )
-    told, own = _sums(out), _sums(received)
+    told, own = _sums(out, device), _sums(received, device)
     expected = torch.empty_like(own)
     transport.exchange(
         [told],
@@ -51,8 +53,8 @@ def _some(table: Tensor, tensors: list[Tensor], numbers: Sequence[int]) -> list[
     return [box for number, box in enumerate(boxes_of(table, tensors)) if number in wanted]
 
 
-def _sums(boxes: Sequence[Box]) -> Tensor:
+def _sums(boxes: Sequence[Box], device: torch.device) -> Tensor:
     """Of each box, as it travels."""
     with torch.no_grad():
         sums = [sum_box(box.part.to(box.sent_as), (0,) * box.part.dim(), tuple(box.part.shape)) for box in boxes]
-    return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device="cpu")
+    return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device=device)

@@ -7,12 +7,15 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from torchtitan_ext import ops
 from torchtitan_ext.layout.layout import Chunk, LocalShard
 from torchtitan_ext.transfer.changed.changed_boxes import PackedChanges, packed_found
 from torchtitan_ext.transfer.changed.changes import HeldTensor
 from torchtitan_ext.transfer.changed.kept import Found, KeptValues
 from torchtitan_ext.transfer.transport import boxes_of
+
+
+_BATCH_BYTES = 16 << 20
+"""Of boxes that are converted at once."""
 
 
 class SentBoxes:
@@ -57,7 +60,7 @@ class SentBoxes:
             with torch.no_grad():
                 batch.append(box.part.to(box.sent_as))
             num_bytes += batch[-1].numel() * batch[-1].itemsize
-            if num_bytes >= ops.DEFAULT_BUCKET_BYTES:
+            if num_bytes >= _BATCH_BYTES:
                 yield batch
                 batch, num_bytes = [], 0
         if batch:
