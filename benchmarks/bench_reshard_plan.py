@@ -44,19 +44,20 @@ def offers_of(num_sources: int, num_targets: int, model: str) -> list[Offer]:
     def padded(tables: list[RankTable]) -> list[RankTable]:
         return tables + [NOBODY] * (count - len(tables))
 
+    arguments = {"cast": "exact", "bucket_bytes": ops.DEFAULT_BUCKET_BYTES, "replicas": "equal", "rename": {}}
     return [
-        Offer(source, target, str(rank // 8).encode(), (), "exact", ops.DEFAULT_BUCKET_BYTES, "equal", {})
+        Offer(source, target, str(rank // 8).encode(), (), arguments)
         for rank, (source, target) in enumerate(zip(padded(sources), padded(targets), strict=True))
     ]
 
 
 def measure(num_sources: int, num_targets: int, model: str) -> dict[str, float]:
     offers = offers_of(num_sources, num_targets, model)
-    coordinator, parts = cpu_seconds(lambda: plan_for_all(offers))
+    coordinator, parts = cpu_seconds(lambda: plan_for_all(offers, None))
     pickled = [len(pickle.dumps(part)) for part in parts]
     num_keys = sum(map(len, encode_table(Training("target", num_targets, model=model).table(0)).names))
     rank, expanded = cpu_seconds(
-        lambda: [_core.expand_transfers(side, range(num_keys)) for side in (parts[0].sends, parts[0].receives)]
+        lambda: [_core.expand_transfers(side, range(num_keys), num_keys) for side in (parts[0].sends, parts[0].receives)]
     )
     states = [Training("rank", num_ranks, model=model).state(0) for num_ranks in (num_sources, num_targets)]
     described, _ = cpu_seconds(lambda: [describe_endpoint("source", state, None, is_filled=False) for state in states])

@@ -13,7 +13,6 @@ from torchtitan_ext.transfer.changed.changes import HeldTensor
 from torchtitan_ext.transfer.changed.kept import Found, KeptValues
 from torchtitan_ext.transfer.transport import boxes_of
 
-
 _BATCH_BYTES = 16 << 20
 """Of boxes that are converted at once."""
 
