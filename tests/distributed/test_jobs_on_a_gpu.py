@@ -26,7 +26,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import torchtitan_ext as tte
-from torchtitan_ext import ops
+from torchtitan_ext import ops, transforms
+from torchtitan_ext.transforms import Rule, Transform
 
 pytestmark = pytest.mark.needs_cuda
 
@@ -126,6 +127,16 @@ def in_memory_over_nccl(rank: int, world_size: int) -> list[str]:
     job.step()
     plan.run(changes=base.changes())
     lines += [f"delta: {line}" for line in wrong(other.model.state_dict(), copied(job.model.state_dict()))]
+
+    turned = Transform([Rule("0.weight", "w", [transforms.transpose(0, 1)])], drop=["**"])
+    generator = {"w": torch.zeros(33, 65, dtype=torch.bfloat16, device="cuda")}
+    plan = tte.transfer.plan_reshard(job.model, generator, transform=turned, cast="allow", keep_sent=True)
+    plan.run(version=0, verify=True)
+    job.step()
+    plan.run(version=1, changed_only=True, verify=True)
+    whole = tte.full_tensor(job.model.state_dict()["0.weight"])
+    if not torch.equal(generator["w"], whole.T.bfloat16()):
+        lines.append("reshard through a transform")
 
     tte.sync_module_states(job.model, mesh=job.mesh["dp"])
     assert not tte.check_replicas(job.model, mesh=job.mesh["dp"])
