@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/boxes.h"
 #include "core/chunk.h"
 #include "core/shard_layout.h"
 
@@ -77,6 +78,13 @@ inline pybind11::tuple to_tuple(std::span<const core::ShardStep> steps) {
     result[index] = pybind11::make_tuple(steps[index].axis, steps[index].dim, steps[index].split_factor);
   }
   return result;
+}
+
+// Offsets, sizes, and per dim of the view the dim of the tensor and its step there.
+inline pybind11::tuple to_view(const core::BoxView& view, std::span<const int64_t> sizes) {
+  pybind11::list steps;
+  for (const core::Step& step : view.steps) steps.append(pybind11::make_tuple(step.dim, step.elements));
+  return pybind11::make_tuple(to_tuple(view.offsets), to_tuple(sizes), std::move(steps));
 }
 
 // Offsets and sizes.

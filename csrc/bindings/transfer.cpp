@@ -25,7 +25,7 @@ using core::World;
 
 namespace {
 
-std::string_view to_view(const py::bytes& bytes) { return static_cast<std::string_view>(bytes); }
+std::string_view to_text(const py::bytes& bytes) { return static_cast<std::string_view>(bytes); }
 
 std::string_view bytes_of(const BoxTable& table) {
   return {reinterpret_cast<const char*>(table.entries.data()), table.entries.size() * sizeof(int64_t)};
@@ -66,6 +66,7 @@ void register_transfer(py::module_& module) {
            py::arg("target"), py::arg("pairs"), py::arg("hosts"), py::arg("has_lost_ranks") = false)
       .def("sends", [](const TransferPlan& plan, int64_t rank) { return py::bytes(plan.sends(rank)); })
       .def("receives", [](const TransferPlan& plan, int64_t rank) { return py::bytes(plan.receives(rank)); })
+      .def("fills", [](const TransferPlan& plan, int64_t rank) { return py::bytes(plan.fills(rank)); })
       .def("absent", [](const TransferPlan& plan, int64_t rank) { return py::bytes(plan.absent(rank)); })
       .def_property_readonly("first_absent",
                              [](const TransferPlan& plan) {
@@ -76,19 +77,14 @@ void register_transfer(py::module_& module) {
       .def_property_readonly("bytes_between", &TransferPlan::bytes_between);
   py::class_<BoxTable>(module, "BoxTable", "One side of an exchange; see torchtitan_ext.ops.exchange_runs_.")
       .def_property_readonly("entries", [](const BoxTable& table) { return py::bytes(bytes_of(table)); })
-      .def_property_readonly(
-          "views",
-          [](const BoxTable& table) {
-            py::list views;
-            for (const auto& [tensor, sizes, view] : table.views) {
-              py::list steps;
-              for (const core::Step& step : view.steps) {
-                steps.append(py::make_tuple(step.dim, step.elements));
-              }
-              views.append(py::make_tuple(tensor, to_tuple(view.offsets), to_tuple(sizes), std::move(steps)));
-            }
-            return views;
-          })
+      .def_property_readonly("views",
+                             [](const BoxTable& table) {
+                               py::list views;
+                               for (const auto& [tensor, sizes, view] : table.views) {
+                                 views.append(py::make_tuple(tensor, to_view(view, sizes)));
+                               }
+                               return views;
+                             })
       .def_readonly("changed", &BoxTable::changed)
       .def_readonly("bytes_of_peer", &BoxTable::bytes_of_peer);
   py::class_<AbsentKey::Box>(module, "AbsentBox", "See csrc/core/transfer_plan.h.")
@@ -101,11 +97,21 @@ void register_transfer(py::module_& module) {
       .def_readonly("position", &AbsentKey::position)
       .def_readonly("num_bytes", &AbsentKey::num_bytes)
       .def_readonly("boxes", &AbsentKey::boxes);
-  module.def("expand_absent", [](const py::bytes& bytes) { return core::expand_absent(to_view(bytes)); });
+  module.def("expand_absent", [](const py::bytes& bytes) { return core::expand_absent(to_text(bytes)); });
+  module.def(
+      "expand_fills",
+      [](const py::bytes& bytes, const std::vector<int64_t>& first_tensor) {
+        py::list fills;
+        for (const auto& [tensor, fill] : core::expand_fills(to_text(bytes), first_tensor)) {
+          fills.append(py::make_tuple(tensor, to_view(fill.dst, fill.sizes), fill.value));
+        }
+        return fills;
+      },
+      py::arg("fills"), py::arg("first_tensor"));
   module.def(
       "expand_transfers",
       [](const py::bytes& bytes, const std::vector<int64_t>& first_tensor, int64_t num_tensors) {
-        return core::expand_transfers(to_view(bytes), first_tensor, num_tensors);
+        return core::expand_transfers(to_text(bytes), first_tensor, num_tensors);
       },
       py::arg("transfers"), py::arg("first_tensor"), py::arg("num_tensors"));
 }

@@ -3,6 +3,7 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <map>
 #include <string>
 #include <tuple>
@@ -22,7 +23,7 @@ using storage::PlainTensor;
 
 namespace {
 
-using StepArguments = std::tuple<std::string, int64_t, Sizes, std::vector<Sizes>, std::string>;
+using StepArguments = std::tuple<std::string, int64_t, Sizes, std::vector<Sizes>, std::string, double>;
 using RuleArguments = std::tuple<std::vector<std::string>, std::vector<std::string>, std::vector<StepArguments>, bool>;
 using StageArguments = std::pair<std::vector<RuleArguments>, std::vector<std::string>>;
 using SourceArguments = std::tuple<std::string, std::string, Sizes>;
@@ -30,16 +31,24 @@ using SourceArguments = std::tuple<std::string, std::string, Sizes>;
 TransformStep to_step(const StepArguments& arguments) {
   using Op = TransformStep::Op;
   static const std::map<std::string, Op> kOps = {
-      {"concat", Op::kConcat},         {"concat_even", Op::kConcatEven},
-      {"split", Op::kSplit},           {"split_even", Op::kSplitEven},
-      {"stack", Op::kStack},           {"unstack", Op::kUnstack},
-      {"permute", Op::kPermute},       {"transpose", Op::kTranspose},
-      {"reshape", Op::kReshape},       {"slice", Op::kSlice},
-      {"place", Op::kPlace},           {"cast", Op::kCast},
+      {"concat", Op::kConcat},
+      {"concat_even", Op::kConcatEven},
+      {"split", Op::kSplit},
+      {"split_even", Op::kSplitEven},
+      {"stack", Op::kStack},
+      {"unstack", Op::kUnstack},
+      {"permute", Op::kPermute},
+      {"transpose", Op::kTranspose},
+      {"reshape", Op::kReshape},
+      {"slice", Op::kSlice},
+      {"place", Op::kPlace},
+      {"pad", Op::kPad},
+      {"crop", Op::kCrop},
+      {"cast", Op::kCast},
       {"dequantize", Op::kDequantize},
   };
-  const auto& [op, dim, sizes, offsets, dtype] = arguments;
-  return {kOps.at(op), dim, sizes, offsets, dtype};
+  const auto& [op, dim, sizes, offsets, dtype, value] = arguments;
+  return {kOps.at(op), dim, sizes, offsets, dtype, value};
 }
 
 ResolvedTransform resolve_py(const std::vector<StageArguments>& stages, const std::vector<SourceArguments>& sources) {
@@ -108,11 +117,27 @@ void define_transforms(py::module_& module) {
                              [](const TensorMap& map) {
                                std::vector<uint32_t> sources;
                                for (const MapPiece& piece : map.pieces) {
+                                 if (piece.source == core::kFill) continue;
                                  if (sources.empty() || sources.back() != piece.source) sources.push_back(piece.source);
                                }
                                return sources;
                              })
       .def("source_in_place", &TensorMap::source_in_place)
+      .def_property_readonly("has_fills",
+                             [](const TensorMap& map) {
+                               return std::ranges::any_of(
+                                   map.pieces, [](const MapPiece& piece) { return piece.source == core::kFill; });
+                             })
+      .def(
+          "find_fills",
+          [](const TensorMap& map, const Sizes& offsets, const Sizes& sizes) {
+            py::list fills;
+            for (const MapFill& fill : find_fills(map, {offsets, sizes})) {
+              fills.append(py::make_tuple(fill.value, to_view(fill.dst, fill.sizes)));
+            }
+            return fills;
+          },
+          py::arg("offsets"), py::arg("sizes"))
       .def("enumerate", &core::enumerate)
       .def(
           "find_parts",

@@ -100,9 +100,17 @@ Flow plan_mapped_flow(const TensorMap& map, std::span<const MappedSupplies> sour
   }
   Flow flow;
   std::vector<std::vector<MapMove>> moves;  // per wanted box
-  for (const Demand& demand : demands) {
+  for (size_t position = 0; position < demands.size(); ++position) {
+    const Demand& demand = demands[position];
     moves.clear();
-    for (const Chunk& box : demand.boxes) moves.push_back(find_moves(map, box_of(box), held));
+    for (size_t wanted = 0; wanted < demand.boxes.size(); ++wanted) {
+      const Chunk& box = demand.boxes[wanted];
+      moves.push_back(find_moves(map, box_of(box), held));
+      for (MapFill& fill : find_fills(map, box_of(box))) {
+        fill.dst.offsets = sum_of(box.local_offsets, fill.dst.offsets);
+        flow.filled.push_back({position, demand.chunks[wanted], std::move(fill)});
+      }
+    }
     for (const int64_t wanting : demand.ranks) {
       for (size_t wanted = 0; wanted < demand.boxes.size(); ++wanted) {
         for (const MapMove& move : moves[wanted]) {

@@ -57,9 +57,17 @@ struct Absent {
   Chunk part;
 };
 
+// A part of a wanted box that a map fills with one value, on all ranks of a demand.
+struct Filled {
+  size_t demand = 0;
+  uint32_t chunk = 0;
+  MapFill fill;  // in the local tensor
+};
+
 struct Flow {
   std::vector<Move> moves;  // by demand, rank that wants, wanted box, supply
   std::vector<Absent> absent;
+  std::vector<Filled> filled;
 };
 
 enum class Holdings : uint8_t {

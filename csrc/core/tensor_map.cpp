@@ -377,6 +377,7 @@ template <typename Visit>
 void for_each_in_chunks(std::vector<MapPiece> pieces, std::span<const MapSource> sources, const Visit& visit) {
   std::vector<MapPiece> by_source;
   for (MapPiece& piece : pieces) {
+    if (piece.source == kFill) continue;
     simplify(piece);
     const MapSource& source = sources[piece.source];
     const Grid grid(source.shape);
@@ -500,6 +501,7 @@ TensorMap TensorMap::stacked(std::span<const TensorMap* const> parts, int64_t di
 std::optional<uint32_t> TensorMap::source_in_place() const {
   if (pieces.empty()) return std::nullopt;
   const uint32_t source = pieces.front().source;
+  if (source == kFill) return std::nullopt;
   const auto stays = [&](const MapPiece& piece) {
     return piece.source == source && piece.starts[kTarget] == piece.starts[kSource] &&
            std::ranges::all_of(piece.loops,
@@ -579,6 +581,19 @@ TensorMap TensorMap::repeated(std::span<const int64_t> block, std::span<const in
   return map.sliced(Sizes(sizes.size(), 0), sizes);
 }
 
+TensorMap TensorMap::padded(size_t dim, int64_t size, double value) const {
+  TTE_CHECK(size >= shape[dim], "to", "got ", size, " for dim ", dim, " of shape ", shape_text(shape),
+            ", which a pad does not make shorter");
+  Sizes added = shape;
+  added[dim] = size - shape[dim];
+  TensorMap padding = whole(kFill, added);
+  for (MapPiece& piece : padding.pieces) {
+    piece.fill = value;
+    for (MapLoop& loop : piece.loops) loop.strides[kSource] = 0;
+  }
+  return concatenated(std::vector<const TensorMap*>{this, &padding}, static_cast<int64_t>(dim));
+}
+
 std::optional<CoverDefect> find_defect(std::span<const int64_t> shape, std::span<const MapPiece* const> pieces,
                                        MapSide side) {
   const int64_t total = num_elements(shape);
@@ -653,6 +668,24 @@ std::vector<MapMove> find_moves(const TensorMap& map, const Box& box, std::span<
   };
   for_each_in_chunks(box_of(map, box.offsets, box.sizes, row_major_strides(box.sizes)), sources, add);
   return moves;
+}
+
+std::vector<MapFill> find_fills(const TensorMap& map, const Box& box) {
+  std::vector<MapFill> fills;
+  const Grid grid(box.sizes);
+  std::vector<MapPiece> by_target;
+  for (const MapPiece& piece : box_of(map, box.offsets, box.sizes, row_major_strides(box.sizes))) {
+    if (piece.source == kFill) align(piece, kTarget, grid, by_target);
+  }
+  for (const MapPiece& piece : by_target) {
+    MapFill fill{piece.fill, {}, {grid.coordinates(piece.starts[kTarget]), {}}};
+    for (const MapLoop& loop : piece.loops) {
+      fill.sizes.push_back(loop.count);
+      fill.dst.steps.push_back(step_of(loop, kTarget, grid));
+    }
+    fills.push_back(std::move(fill));
+  }
+  return fills;
 }
 
 std::vector<std::pair<int64_t, int64_t>> enumerate(const TensorMap& map) {

@@ -40,10 +40,14 @@ struct MapLoop {
   bool operator==(const MapLoop&) const = default;
 };
 
+// The source of elements that come from nowhere: all of a piece have one value.
+inline constexpr uint32_t kFill = UINT32_MAX;
+
 struct MapPiece {
   uint32_t source = 0;
   std::array<int64_t, 2> starts = {};  // by side
   std::vector<MapLoop> loops;          // in no particular order; no count is below 2
+  double fill = 0;                     // the value, where the source is kFill
 
   int64_t num_elements() const;
   bool operator==(const MapPiece&) const = default;
@@ -71,6 +75,8 @@ struct TensorMap {
   TensorMap sliced(std::span<const int64_t> offsets, std::span<const int64_t> sizes) const;
   // Each element becomes a block of equal ones, of which the first `sizes` are taken: scales of blocks per element.
   TensorMap repeated(std::span<const int64_t> block, std::span<const int64_t> sizes) const;
+  // With elements of one value behind a dim, which has `size` elements then.
+  TensorMap padded(size_t dim, int64_t size, double value) const;
 };
 
 // A dim that counts from behind where it is negative; throws std::invalid_argument outside of `num_dims`.
@@ -118,7 +124,15 @@ struct MapMove {
 };
 std::vector<MapMove> find_moves(const TensorMap& map, const Box& box, std::span<const MapSource> sources);
 
-// Source and position of each element, row by row; source -1 for one that no piece has. For tests and small tensors.
+// What no source has of a box of the target: a view of the box, and the value of its elements.
+struct MapFill {
+  double value = 0;
+  Sizes sizes;
+  BoxView dst;  // inside the box
+};
+std::vector<MapFill> find_fills(const TensorMap& map, const Box& box);
+
+// Source and position of each element, row by row; source -1 for one that no piece has, kFill for a filled one. For tests and small tensors.
 std::vector<std::pair<int64_t, int64_t>> enumerate(const TensorMap& map);
 
 }  // namespace torchtitan_ext::core

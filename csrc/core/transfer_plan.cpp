@@ -1,6 +1,7 @@
 #include "core/transfer_plan.h"
 
 #include <algorithm>
+#include <bit>
 #include <tuple>
 #include <utility>
 
@@ -132,6 +133,7 @@ std::vector<TransferPair> pair_keys(const World& source, const World& target, co
     } else {
       TensorMap map = map_of[key]->map;
       for (MapPiece& piece : map.pieces) {
+        if (piece.source == kFill) continue;
         const auto found = std::ranges::find(pair.source_keys, piece.source);
         const auto number = static_cast<uint32_t>(found - pair.source_keys.begin());
         if (found == pair.source_keys.end()) pair.source_keys.push_back(piece.source);
@@ -164,6 +166,44 @@ std::vector<TransferPair> pair_keys(const World& source, const World& target, co
   return pairs;
 }
 
+namespace {
+
+void put_view(WireWriter& out, const BoxView& view, const Sizes& sizes) {
+  out.put_sizes(view.offsets);
+  out.put_sizes(sizes);
+  out.put(view.steps.size());
+  for (const Step& step : view.steps) {
+    out.put(step.dim);
+    out.put(static_cast<uint64_t>(step.elements));
+  }
+}
+
+// Whether it is no box of the tensor; a view of one element has no steps either.
+bool is_view(const BoxView& view, const Sizes& sizes) {
+  return !view.steps.empty() || view.offsets.size() != sizes.size();
+}
+
+void get_view(WireReader& in, BoxView& view, Sizes& sizes) {
+  view.offsets = in.get_sizes("offsets of a box");
+  sizes = in.get_sizes("sizes of a box");
+  view.steps.resize(in.get_count("steps", 2));
+  for (Step& step : view.steps) {
+    step.dim = static_cast<uint32_t>(in.get_index("dim of a step", view.offsets.size()));
+    step.elements = static_cast<int64_t>(in.get("elements of a step"));
+  }
+  if (is_view(view, sizes) && view.steps.size() != sizes.size()) in.fail("steps", "they are not as many as its sizes");
+}
+
+// The tensor at a position of a rank's table.
+int64_t tensor_at(const WireReader& in, const std::vector<int64_t>& first_tensor, int64_t position) {
+  const bool is_known = position >= 0 && position < static_cast<int64_t>(first_tensor.size());
+  const int64_t tensor = is_known ? first_tensor[static_cast<size_t>(position)] : -1;
+  if (tensor < 0) in.fail("position of a key", "this rank has no tensor there");
+  return tensor;
+}
+
+}  // namespace
+
 // What ranks are told of one world: of the pair that is planned, and of those before it.
 struct TransferPlan::Side {
   const World& world;
@@ -182,13 +222,15 @@ struct TransferPlan::Side {
     out.put(static_cast<uint64_t>(peer));
     out.put(source);
     out.put(chunk);
-    out.put_sizes(view.offsets);
-    out.put_sizes(sizes);
-    out.put(view.steps.size());
-    for (const Step& step : view.steps) {
-      out.put(step.dim);
-      out.put(static_cast<uint64_t>(step.elements));
-    }
+    put_view(out, view, sizes);
+    ++num_boxes[static_cast<size_t>(rank)];
+  }
+
+  void add_fill(int64_t rank, uint32_t chunk, const MapFill& fill) {
+    WireWriter& out = boxes[static_cast<size_t>(rank)];
+    out.put(chunk);
+    put_view(out, fill.dst, fill.sizes);
+    out.put(std::bit_cast<uint64_t>(fill.value));
     ++num_boxes[static_cast<size_t>(rank)];
   }
 
@@ -256,20 +298,22 @@ TransferPlan::TransferPlan(const World& source, const World& target, std::vector
       sent_(std::move(hosts)),
       sends_(source.num_ranks()),
       receives_(source.num_ranks()),
-      absent_(source.num_ranks()) {
+      absent_(source.num_ranks()),
+      fills_(source.num_ranks()) {
   TTE_CHECK(source.num_ranks() == target.num_ranks() && sent_.num_ranks() == source.num_ranks(), "TransferPlan",
             "the source has ", source.num_ranks(), " ranks, the target ", target.num_ranks(),
             ", and there are hosts of ", sent_.num_ranks());
   Side source_side(source_, sends_);
   Side target_side(target_, receives_);
   Side absent_side(target_, absent_);
+  Side filled_side(target_, fills_);
   for (size_t position = 0; position < pairs.size(); ++position) {
-    plan_pair(position, pairs[position], source_side, target_side, absent_side);
+    plan_pair(position, pairs[position], source_side, target_side, absent_side, filled_side);
   }
 }
 
 void TransferPlan::plan_pair(size_t position, const TransferPair& pair, Side& source_side, Side& target_side,
-                             Side& absent_side) {
+                             Side& absent_side, Side& filled_side) {
   const KeyClass& to = target_.classes().at(pair.target_class);
   const std::vector<Demand> demands = demands_of(target_, to);
   const int64_t item_bytes = target_.kind_of(to).itemsize;
@@ -297,10 +341,16 @@ void TransferPlan::plan_pair(size_t position, const TransferPair& pair, Side& so
       absent_side.add_absent(wanting, absent.chunk, absent.part);
     }
   }
+  for (const Filled& filled : flow.filled) {
+    for (const int64_t wanting : demands[filled.demand].ranks) {
+      filled_side.add_fill(wanting, filled.chunk, filled.fill);
+    }
+  }
   const bool is_changed = pair.map || pair.cast_to >= 0;
   source_side.finish_pair(pair.source_keys, pair.sources.size(), item_bytes, pair.cast_to, is_changed);
   target_side.finish_pair(pair.target_keys, 1, item_bytes, -1, is_changed);
   absent_side.finish_pair(pair.target_keys, 1, item_bytes, -1, is_changed);
+  filled_side.finish_pair(pair.target_keys, 1, item_bytes, -1, is_changed);
 }
 
 namespace {
@@ -342,6 +392,31 @@ std::vector<AbsentKey> expand_absent(std::string_view bytes) {
   return result;
 }
 
+std::vector<std::pair<int64_t, MapFill>> expand_fills(std::string_view bytes,
+                                                      const std::vector<int64_t>& first_tensor) {
+  WireReader in(bytes, "filled boxes");
+  std::vector<std::pair<int64_t, MapFill>> fills;
+  while (in.num_left() > 0) {
+    in.get("bytes of an element");
+    in.get_signed("dtype");
+    in.get("change on the way");
+    in.get("keys that belong together");
+    const std::vector<int64_t> positions = get_positions(in);
+    std::vector<std::pair<int64_t, MapFill>> of_key(in.get_count("boxes", 5));
+    for (auto& [chunk, fill] : of_key) {
+      chunk = static_cast<int64_t>(in.get("box of a tensor"));
+      get_view(in, fill.dst, fill.sizes);
+      fill.value = std::bit_cast<double>(in.get("value"));
+    }
+    for (const int64_t position : positions) {
+      for (const auto& [chunk, fill] : of_key) {
+        fills.emplace_back(tensor_at(in, first_tensor, position) + chunk, fill);
+      }
+    }
+  }
+  return fills;
+}
+
 BoxTable expand_transfers(std::string_view bytes, const std::vector<int64_t>& first_tensor, int64_t num_tensors) {
   struct Box {
     int64_t peer;
@@ -368,28 +443,14 @@ BoxTable expand_transfers(std::string_view bytes, const std::vector<int64_t>& fi
       box.peer = static_cast<int64_t>(in.get("peer"));
       box.source = in.get_index("source of a map", keys_each);
       box.chunk = static_cast<int64_t>(in.get("box of a tensor"));
-      box.view.offsets = in.get_sizes("offsets of a box");
-      box.sizes = in.get_sizes("sizes of a box");
-      const bool is_view = box.view.offsets.size() != box.sizes.size();
-      box.view.steps.resize(in.get_count("steps", 2));
-      for (Step& step : box.view.steps) {
-        step.dim = static_cast<uint32_t>(in.get_index("dim of a step", box.view.offsets.size()));
-        step.elements = static_cast<int64_t>(in.get("elements of a step"));
-      }
-      const bool has_steps = is_view || !box.view.steps.empty();
-      if (has_steps && box.view.steps.size() != box.sizes.size()) in.fail("steps", "they are not as many as its sizes");
+      get_view(in, box.view, box.sizes);
       boxes.push_back(std::move(box));
     }
     for (size_t first = 0; first < positions.size(); first += keys_each) {
       for (const Box& box : boxes) {
-        const int64_t position = positions[first + box.source];
-        const bool is_known = position >= 0 && position < static_cast<int64_t>(first_tensor.size());
-        int64_t tensor = is_known ? first_tensor[static_cast<size_t>(position)] : -1;
-        if (tensor < 0) in.fail("position of a key", "this rank has no tensor there");
-        tensor += box.chunk;
+        int64_t tensor = tensor_at(in, first_tensor, positions[first + box.source]) + box.chunk;
         Sizes offsets = box.view.offsets;
-        // A view of one element of a tensor of several dims has no steps either.
-        if (!box.view.steps.empty() || offsets.size() != box.sizes.size()) {
+        if (is_view(box.view, box.sizes)) {
           table.views.push_back({tensor, box.sizes, box.view});
           tensor = num_tensors + static_cast<int64_t>(table.views.size()) - 1;
           offsets.assign(box.sizes.size(), 0);

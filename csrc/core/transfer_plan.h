@@ -83,12 +83,15 @@ class TransferPlan {
   const std::map<std::pair<int64_t, int64_t>, int64_t>& bytes_between() const { return bytes_between_; }
   // What a rank wants and no rank holds, for `expand_absent`.
   const std::string& absent(int64_t rank) const { return absent_.at(static_cast<size_t>(rank)); }
+  // What a rank fills itself, for `expand_fills`.
+  const std::string& fills(int64_t rank) const { return fills_.at(static_cast<size_t>(rank)); }
   // By the position of a pair the first absent box of its keys, where there is one.
   const std::map<size_t, Chunk>& first_absent() const { return first_absent_; }
 
  private:
   struct Side;
-  void plan_pair(size_t position, const TransferPair& pair, Side& source_side, Side& target_side, Side& absent_side);
+  void plan_pair(size_t position, const TransferPair& pair, Side& source_side, Side& target_side, Side& absent_side,
+                 Side& filled_side);
 
   const World& source_;
   const World& target_;
@@ -98,6 +101,7 @@ class TransferPlan {
   std::vector<std::string> receives_;
   std::map<std::pair<int64_t, int64_t>, int64_t> bytes_between_;
   std::vector<std::string> absent_;
+  std::vector<std::string> fills_;
   std::map<size_t, Chunk> first_absent_;
 };
 
@@ -121,6 +125,9 @@ struct BoxTable {
 //     tensor per box, of which this is the first;
 //   num_tensors: of the rank.
 BoxTable expand_transfers(std::string_view bytes, const std::vector<int64_t>& first_tensor, int64_t num_tensors);
+
+// What a rank fills with values of the map's own, with the tensor of each. Throws WireError.
+std::vector<std::pair<int64_t, MapFill>> expand_fills(std::string_view bytes, const std::vector<int64_t>& first_tensor);
 
 // What a rank wants of one key and no rank holds. `chunk` counts the boxes of a tensor that states them; `offsets` are
 // global, `local_offsets` in the rank's tensor, or in that box.

@@ -45,6 +45,10 @@ const char* name_of(Op op) {
       return "slice";
     case Op::kPlace:
       return "place";
+    case Op::kPad:
+      return "pad";
+    case Op::kCrop:
+      return "crop";
     case Op::kCast:
       return "cast";
     case Op::kDequantize:
@@ -139,6 +143,8 @@ class Pipeline {
   }
 
   std::vector<Member> take() { return std::move(members_); }
+  // What was cut off on purpose.
+  std::vector<MappedTensor> take_dropped() { return std::move(dropped_); }
 
  private:
   template <typename Join>
@@ -268,7 +274,7 @@ class Pipeline {
     members_ = std::move(results);
   }
 
-  static MappedTensor viewed(MappedTensor tensor, const TransformStep& step) {
+  MappedTensor viewed(MappedTensor tensor, const TransformStep& step) {
     const Sizes shape = tensor.values.shape;
     if (step.op == Op::kCast) {
       if (tensor.dtypes.back() != step.dtype) tensor.dtypes.push_back(step.dtype);
@@ -281,6 +287,20 @@ class Pipeline {
       const size_t dim = checked_dim(step.dim, shape.size());
       return slice_of(tensor, dim, step.sizes.at(0), step.sizes.at(1));
     }
+    if (step.op == Op::kPad) {
+      const size_t dim = checked_dim(step.dim, shape.size());
+      TTE_CHECK(!tensor.scales, "dequantize", tensor.name, " has scales; pad it in a transform behind this one");
+      tensor.values = tensor.values.padded(dim, step.sizes.at(0), step.value);
+      return tensor;
+    }
+    if (step.op == Op::kCrop) {
+      const size_t dim = checked_dim(step.dim, shape.size());
+      const int64_t end = step.sizes.at(0);
+      TTE_CHECK(end >= 0 && end <= shape[dim], "to", "got ", end, " for dim ", dim, " of shape ", list_text(shape),
+                ", which a crop does not make longer");
+      dropped_.push_back(slice_of(tensor, dim, end, shape[dim]));
+      return slice_of(tensor, dim, 0, end);
+    }
     Sizes dims = step.sizes;
     if (step.op == Op::kTranspose) {
       dims.resize(shape.size());
@@ -291,6 +311,7 @@ class Pipeline {
   }
 
   std::vector<Member> members_;
+  std::vector<MappedTensor> dropped_;
   bool gives_series_;
 };
 
@@ -309,7 +330,7 @@ class Stage {
       for (size_t input = 0; input < inputs_.size(); ++input) {
         if (!pattern.match(inputs_[input].name)) continue;
         is_used_[input] = true;
-        dropped_.push_back(input);
+        dropped_.push_back(inputs_[input]);
       }
     }
     for (const TransformRule& rule : stage.rules) {
@@ -322,8 +343,8 @@ class Stage {
     }
   }
 
-  const std::vector<MappedTensor>& inputs() const { return inputs_; }
-  const std::vector<size_t>& dropped() const { return dropped_; }
+  // What goes nowhere on purpose.
+  std::vector<MappedTensor> take_dropped() { return std::move(dropped_); }
   std::vector<MappedTensor> take() { return std::move(outputs_); }
 
  private:
@@ -408,6 +429,7 @@ class Stage {
       }
     }
     members = pipeline.take();
+    std::ranges::move(pipeline.take_dropped(), std::back_inserter(dropped_));
     TTE_CHECK(members.size() == to.size(), concat("the rule from ", joined(rule.from)), "its steps leave ",
               members.size(), " tensors for ", to.size(), " names, ", joined(rule.to));
     for (size_t member = 0; member < members.size(); ++member) {
@@ -427,12 +449,14 @@ class Stage {
   std::vector<bool> is_used_;
   std::vector<TransformProblem>& problems_;
   std::vector<MappedTensor> outputs_;
-  std::vector<size_t> dropped_;
+  std::vector<MappedTensor> dropped_;
   std::string idle_;  // says which rules take nothing: one of them may be misspelt
 };
 
 void collect(const TensorMap& map, std::vector<std::vector<const MapPiece*>>& of_source) {
-  for (const MapPiece& piece : map.pieces) of_source[piece.source].push_back(&piece);
+  for (const MapPiece& piece : map.pieces) {
+    if (piece.source != kFill) of_source[piece.source].push_back(&piece);
+  }
 }
 
 // The first element of a source that no target has. Targets may share elements, as tied weights do.
@@ -479,7 +503,10 @@ void prove_filled(const std::vector<TransformSource>& sources, const std::string
       proved(name, resolved, [&] { return find_defect(map.shape, pieces, kTarget); });
   if (!defect) return;
   std::set<std::string> names;
-  for (const size_t piece : defect->chunks) names.insert(sources[pieces[piece]->source].name);
+  for (const size_t piece : defect->chunks) {
+    const uint32_t source = pieces[piece]->source;
+    names.insert(source == kFill ? "a pad" : sources[source].name);
+  }
   const std::vector<std::string> listed(names.begin(), names.end());
   const std::string text =
       defect->kind == CoverDefect::Kind::kGap ? "nothing fills element " : "is filled twice at element ";
@@ -528,7 +555,7 @@ ResolvedTransform resolve(const std::vector<TransformStage>& stages, const std::
   std::vector<MappedTensor> dropped;
   for (const TransformStage& stage : stages) {
     Stage followed(stage, std::move(resolved.targets), resolved.problems);
-    for (const size_t input : followed.dropped()) dropped.push_back(followed.inputs()[input]);
+    std::ranges::move(followed.take_dropped(), std::back_inserter(dropped));
     resolved.targets = followed.take();
     std::unordered_map<std::string, size_t> seen;
     for (const MappedTensor& target : resolved.targets) {

@@ -38,6 +38,8 @@ struct TransformStep {
     kReshape,     // shape in sizes
     kSlice,       // dim, begin and end in sizes
     kPlace,       // shape in sizes, an offset per member in offsets
+    kPad,         // dim, size in sizes[0], value
+    kCrop,        // dim, size in sizes[0]
     kCast,        // dtype
     kDequantize,  // block in sizes, dtype; each member is followed by its scales
   };
@@ -46,6 +48,7 @@ struct TransformStep {
   Sizes sizes;
   std::vector<Sizes> offsets;
   std::string dtype;
+  double value = 0;
 };
 
 struct TransformRule {

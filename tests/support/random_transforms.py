@@ -1,4 +1,7 @@
-"""Random transforms: one tensor on its way through random steps, by numpy on whole tensors and as rules."""
+"""Random transforms: one tensor on its way through random steps, by numpy on whole tensors and as rules.
+
+Elements are numbered through all sources; what a step pads has numbers below 0.
+"""
 
 import random
 from typing import Any
@@ -9,6 +12,7 @@ from torchtitan_ext import transforms
 from torchtitan_ext.transforms import Rule, Transform
 
 MAX_DIM = 12
+KINDS = ("permute", "transpose", "reshape", "slice", "concat", "stack", "split", "unstack", "pad", "crop")
 
 
 def random_shape(rng: random.Random, num_dims: int) -> list[int]:
@@ -30,8 +34,8 @@ def random_factors(rng: random.Random, total: int) -> list[int]:
 class Composition:
     """One tensor on its way through random steps, by numpy and as a transform of several stages."""
 
-    def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
+    def __init__(self, rng: random.Random, *, pads: bool = True) -> None:
+        self.rng, self.pads = rng, pads
         self.sources: dict[str, np.ndarray] = {}
         self.num_elements = 0
         self.rules: list[Transform] = []
@@ -53,10 +57,8 @@ class Composition:
             return
         rng, array = self.rng, self.array
         dim = rng.randrange(array.ndim)
-        kind = rng.choice(
-            ["permute", "transpose", "reshape", "reshape", "slice", "concat", "stack", "split", "unstack"]
-        )
-        if array.size > 2_000 and kind in ("concat", "stack"):
+        kind = rng.choice([kind for kind in (*KINDS, "reshape") if self.pads or kind != "pad"])
+        if array.size > 2_000 and kind in ("concat", "stack", "pad"):
             kind = "slice"
         if kind == "permute":
             dims = rng.sample(range(array.ndim), array.ndim)
@@ -74,6 +76,15 @@ class Composition:
             begin = rng.randrange(array.shape[dim])
             end = rng.randint(begin + 1, array.shape[dim])
             self.follow([transforms.slice_dim(dim, begin, end)], np.take(array, range(begin, end), axis=dim))
+        elif kind == "pad":
+            width = [(0, 0)] * array.ndim
+            width[dim] = (0, rng.randint(0, 3))
+            value = -rng.randint(1, 5)
+            padded = np.pad(array, width, constant_values=value)
+            self.follow([transforms.pad(dim, padded.shape[dim], value=value)], padded)
+        elif kind == "crop":
+            end = rng.randint(1, array.shape[dim])
+            self.follow([transforms.crop(dim, end)], np.take(array, range(end), axis=dim))
         elif kind in ("concat", "stack"):
             name = f"s{number}"
             shape = list(array.shape)

@@ -72,7 +72,7 @@ def reshard_random(rank: int, world_size: int, seeds: list[str]) -> list[str]:
             plan.run(version=version, verify=draw.random() < 0.5, changed_only=changed_only)
             for name, tensor in target.tensors.items():
                 layout = target.layouts[name]
-                truth = {name: values[result].to(dtype)}
+                truth = {name: torch.where(result < 0, result, values[result.clamp(min=0)]).to(dtype)}
                 found = differences({name: tensor}, truth, list(layout.steps))
                 lines += [
                     f"seed {seed}, version {version}, {line}: {transform.to_json()} to {layout}" for line in found
@@ -227,6 +227,12 @@ def refused(rank: int, world_size: int) -> None:
         tte.reshard(source, {"left": torch.zeros(4, 3)}, transform=other)
     with pytest.raises(TypeError, match="transform"):
         tte.reshard(source, {"left": torch.zeros(4, 3)}, transform=[halves])
+    why(
+        [Rule("w", "v", [transforms.pad(0, 3)])],
+        {"v": torch.zeros(3, 6)},
+        "step 1, pad, .*to: got 3 for dim 0 of shape",
+    )
+    why([Rule("w", "v", [transforms.crop(0, 5)])], {"v": torch.zeros(5, 6)}, "step 1, crop, .*to: got 5 for dim 0 of")
     # By name it is converted, and values that are no tensors go under new names.
     named = Rule("w", "v", [transforms.transpose(0, 1), transforms.cast("float8_e4m3fn")])
     target = {"v": torch.ones(6, 4, dtype=torch.float8_e4m3fn), "at": 0}

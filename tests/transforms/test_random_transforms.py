@@ -8,6 +8,7 @@ from random_transforms import Composition, random_shape
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from torchtitan_ext import _core, transforms
+from torchtitan_ext.layout.dtensor import view_of
 from torchtitan_ext.transforms import Rule, Transform
 
 NUM_COMPOSITIONS = 1_000
@@ -28,8 +29,14 @@ def random_chunks(rng: random.Random, shape: tuple[int, ...]) -> list[tuple[list
 
 
 def gathered(composition: Composition, names: list[str], tensor_map: _core.TensorMap) -> np.ndarray:
-    flat = [composition.sources[names[source]].reshape(-1)[position] for source, position in tensor_map.enumerate()]
-    return np.array(flat, dtype=np.int64).reshape(tensor_map.shape)
+    flat = [
+        composition.sources[names[source]].reshape(-1)[position] if source < len(names) else 0
+        for source, position in tensor_map.enumerate()
+    ]
+    whole = np.array(flat, dtype=np.int64).reshape(tensor_map.shape)
+    for value, (offsets, sizes, steps) in tensor_map.find_fills([0] * whole.ndim, whole.shape):
+        view_of(torch.from_numpy(whole), (offsets, sizes, steps)).fill_(value)
+    return whole
 
 
 def read_box(
@@ -64,6 +71,10 @@ def read_box(
         )
         assert (place == -1).all(), "an element is read twice"
         place[...] = values
+    for value, view in tensor_map.find_fills(offsets, sizes):
+        part = view_of(torch.from_numpy(memory), view)
+        assert bool((part == -1).all()), "an element is filled twice"
+        part.fill_(value)
     return memory
 
 

@@ -75,6 +75,21 @@ def test_there_and_back_is_where_one_was(transform: Transform, sources: Sources)
         assert target.values.num_pieces == 1
 
 
+def test_a_pad_and_a_crop_lead_there_and_back() -> None:
+    wide = Transform([Rule("w", "v", [transforms.pad(-1, 8, value=2, was=5)])])
+    sources: Sources = [("w", "float32", (3, 5))]
+    assert targets_of(wide, sources)["v"].values.shape == (3, 8)
+    assert wide.inverse().inverse().to_json() == Transform([Rule("w", "v", [transforms.pad(-1, 8, was=5)])]).to_json()
+    both = targets_of(wide.then(wide.inverse()), sources)["w"].values
+    assert both.source_in_place() == 0 and not both.has_fills
+    cropped = Transform([Rule("w", "v", [transforms.crop(0, 2)])])
+    assert targets_of(cropped, sources)["v"].values.shape == (2, 5), "what is cut off needs no drop"
+    only = Transform([Rule("w", "v", [transforms.pad(1, 6), transforms.slice_dim(1, 5, 6)])], drop=["w"])
+    assert targets_of(only, sources)["v"].values.sources == []
+    with pytest.raises(WrongValueError, match="value of the step pad, expected a number"):
+        transforms.pad(0, 3, value="x")  # type: ignore[arg-type]
+
+
 def test_json_says_the_same_transform() -> None:
     transform = FUSED.then(Transform([Rule("layers.**", "**")], drop=["other.*"]))
     again = Transform.from_json(transform.to_json())

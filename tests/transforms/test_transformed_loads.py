@@ -9,11 +9,16 @@ from models import differences, poison
 from random_layouts import build, random_layouts
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from transformed_states import DIM, TRANSFORM, saved_state, wanted_state
 
 import torchtitan_ext as tte
 from torchtitan_ext import transforms
 from torchtitan_ext.errors import MissingStateError, ProofFailedError, ReshardError, TransformError, WrongValueError
+from torchtitan_ext.offline.mapped_files import MappedFiles
+from torchtitan_ext.offline.rewrite.convert import convert
+from torchtitan_ext.offline.sources import open_source
 from torchtitan_ext.transforms import Transform
 from torchtitan_ext.transforms.reader import MappedReader
 
@@ -244,6 +249,45 @@ def test_a_load_through_other_names_is_proved(run_world, tmp_path: Path) -> None
     run_world(4, save_renamed, tmp_path / "saved")
     assert run_world(2, prove_renamed, tmp_path / "saved") == [[], []]
     assert run_world(1, prove_renamed, tmp_path / "saved") == [[]]
+
+
+PADDED = transforms.Transform([transforms.Rule("embed", "vocab", [transforms.pad(0, 16, value=-3)])])
+
+
+def load_padded(rank: int, world_size: int, path: Path, is_shared: bool) -> list[str]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    wide = torch.zeros(16, 3, dtype=torch.float64)
+    state = {"vocab": tte.full.distribute_tensor(wide, mesh, [Shard(0)])}
+    tte.load(state, path, transform=PADDED, share_reads=is_shared)
+    return differences(state, {"vocab": padded_vocabulary().double()})
+
+
+def padded_vocabulary() -> torch.Tensor:
+    return torch.cat([torch.arange(30.0).view(10, 3), torch.full((6, 3), -3.0)])
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_padded_vocabulary_is_loaded_by_ranks(run_world, tmp_path: Path, is_shared: bool) -> None:
+    tte.save({"embed": torch.arange(30.0).view(10, 3)}, tmp_path / "saved", no_dist=True)
+    assert run_world(3, load_padded, tmp_path / "saved", is_shared) == [[]] * 3
+
+
+def test_a_padded_vocabulary_is_converted_cropped_and_not_saved(tmp_path: Path) -> None:
+    embed, whole = {"embed": torch.arange(30.0).view(10, 3)}, padded_vocabulary()
+    tte.save(embed, tmp_path / "saved", no_dist=True)
+    convert(MappedFiles(open_source(tmp_path / "saved"), PADDED), tmp_path / "wide", to="safetensors")
+    state = {"vocab": torch.zeros(16, 3)}
+    tte.load(state, tmp_path / "wide")
+    assert differences(state, {"vocab": whole}) == []
+    crop = transforms.Transform([transforms.Rule("vocab", "embed", [transforms.crop(0, 10, was=16)])])
+    back = {"embed": torch.zeros(10, 3)}
+    tte.load(back, tmp_path / "wide", transform=crop)
+    assert differences(back, embed) == []
+    with pytest.raises(TransformError, match="vocab: is padded, which a save does not"):
+        tte.weights.save(embed, tmp_path / "refused", transform=PADDED)
+    tte.weights.save(state, tmp_path / "cropped", transform=crop)
+    tte.load(back, tmp_path / "cropped")
+    assert differences(back, embed) == []
 
 
 def test_what_a_proof_needs(tmp_path: Path) -> None:

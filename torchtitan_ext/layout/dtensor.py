@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from operator import mul
 from typing import Any
 
 import torch
@@ -93,6 +94,19 @@ def local_view(local: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]
         if offset or size != whole:
             local = local.narrow(dim, offset, size)
     return local
+
+
+View = tuple[tuple[int, ...], tuple[int, ...], Sequence[tuple[int, int]]]
+"""Elements of a tensor from these offsets on, of these sizes, and per dim the dim of the tensor and its step there."""
+
+
+def view_of(local: torch.Tensor, view: View) -> torch.Tensor:
+    """A view that steps through a tensor, without gradients."""
+    offsets, sizes, steps = view
+    strides = local.stride()
+    begin = local.storage_offset() + sum(map(mul, offsets, strides))
+    with torch.no_grad():
+        return local.as_strided(sizes, [strides[dim] * step for dim, step in steps], begin)
 
 
 def box_of(local: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor | str:

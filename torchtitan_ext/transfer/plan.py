@@ -16,6 +16,7 @@ from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.operation.phases import Phases, checking_arguments
 from torchtitan_ext.errors import Problem, TransferFailedError, check_argument, check_counts, differing, named, refusal
 from torchtitan_ext.fingerprints import Fingerprint, fingerprint_of_sums, fingerprint_over
+from torchtitan_ext.layout.dtensor import view_of
 from torchtitan_ext.ranks.groups import position_in
 from torchtitan_ext.transfer.changed.changed_boxes import (
     ChangesExchange,
@@ -98,6 +99,7 @@ class TransferPlan:
         receives = _core.expand_transfers(part.receives, target.first_tensor, len(target.tensors))
         self._bytes_to, self._bytes_from = sends.bytes_of_peer, receives.bytes_of_peer
         self._views_out, self._views_in = sends.views, receives.views
+        self._fills = _core.expand_fills(part.fills, target.first_tensor)
         self._changed_out, self._changed_in = sends.changed, receives.changed
         self._sends, self._receives = _as_tensor(sends.entries), _as_tensor(receives.entries)
 
@@ -214,7 +216,7 @@ class TransferPlan:
                 problems.append(Problem("cannot_reshard", side, reason))
         run.sources = self._sources_of(self._source.memory_to_read())
         filled, run.finish = self._target.memory_to_fill()
-        run.targets = self._targets_of(filled)
+        run.targets, run.filled = self._targets_of(filled), filled
         objects = self._source.objects_now(self._part.objects_sent)
         for fqn, value in objects.items():
             try:
@@ -260,6 +262,9 @@ class TransferPlan:
             # gloo closes connections on which it waited so long: the end of the phase does not take as long again
             timeout_seconds=self._timeout_seconds,
         )
+        with torch.no_grad():
+            for tensor, view, value in self._fills:
+                view_of(run.filled[tensor], view).fill_(value)
         self._finish(run)
 
     def _exchange_changes(self, phases: Phases, run: _Run) -> tuple[Mapping[int, int], Mapping[int, int]]:
@@ -390,6 +395,7 @@ class _Run:
 
     Attributes:
         sources, targets: Plain memory of both sides.
+        filled: The tensors of the target themselves, where ``targets`` has views of them.
         is_memory: Whether this is the callers' own memory, on all ranks.
         finish: To be called when the targets are filled.
         objects: Values that are no tensors, of all ranks.
@@ -401,6 +407,7 @@ class _Run:
     changed_only: bool
     sources: list[torch.Tensor] = field(default_factory=list)
     targets: list[torch.Tensor] = field(default_factory=list)
+    filled: list[torch.Tensor] = field(default_factory=list)
     is_memory: bool = True
     finish: Callable[[], None] = lambda: None
     objects: dict[str, Any] = field(default_factory=dict)

@@ -44,6 +44,7 @@ class RankPart:
     Attributes:
         number: Of this plan, the same on all ranks.
         sends, receives: The rank's boxes, for ``_core.expand_transfers``.
+        fills: What a transform pads of its target, for ``_core.expand_fills``.
         objects_sent: Source keys of values that are no tensors, which this rank sends to all.
         objects_filled: The source key of each such value of this rank's target.
         bytes_between: Bytes from rank to rank, of few ranks all.
@@ -58,6 +59,7 @@ class RankPart:
     number: int
     sends: bytes
     receives: bytes
+    fills: bytes
     objects_sent: tuple[str, ...]
     objects_filled: Mapping[str, str]
     bytes_between: Mapping[tuple[int, int], int]
@@ -145,6 +147,7 @@ def make_rank_parts(
         number=secrets.randbits(62),
         sends=b"",
         receives=b"",
+        fills=b"",
         objects_sent=(),
         objects_filled={},
         bytes_between=between if num_ranks <= _MAX_RANKS_TOLD else {},
@@ -162,6 +165,7 @@ def make_rank_parts(
             common,
             sends=plan.sends(rank),
             receives=plan.receives(rank),
+            fills=plan.fills(rank),
             objects_sent=tuple(dict.fromkeys(sent[rank])),
             objects_filled=filled[rank],
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from operator import mul
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_ext import ops
-from torchtitan_ext.layout.dtensor import local_view
+from torchtitan_ext.layout.dtensor import View, local_view, view_of
 
 
 class Transport(Protocol):
@@ -111,24 +110,16 @@ def dtype_of(row: Row, tensors: Sequence[Tensor]) -> torch.dtype:
     return tensors[row.tensor].dtype if row.cast_to < 0 else ops.numbered_dtype(row.cast_to)
 
 
-View = tuple[int, tuple[int, ...], tuple[int, ...], list[tuple[int, int]]]
-"""A tensor that steps through one of the rank's: which one, offsets there, sizes, per dim its dim and step there."""
-
-
-def with_views(tensors: list[Tensor], views: Sequence[View], *, are_filled: bool) -> list[Tensor]:
-    """The rank's tensors and, behind them, these views of them.
+def with_views(tensors: list[Tensor], views: Sequence[tuple[int, View]], *, are_filled: bool) -> list[Tensor]:
+    """The rank's tensors and, behind them, views of some of them, by number.
 
     Of tensors that are filled by views alone stand-ins without elements remain, since no two may share memory.
     """
     result = list(tensors)
-    with torch.no_grad():
-        for number, offsets, sizes, steps in views:
-            tensor = tensors[number]
-            strides = tensor.stride()
-            begin = tensor.storage_offset() + sum(map(mul, offsets, strides))
-            result.append(tensor.as_strided(sizes, [strides[dim] * step for dim, step in steps], begin))
-            if are_filled:
-                result[number] = tensor.new_empty(0)
+    for number, view in views:
+        result.append(view_of(tensors[number], view))
+        if are_filled:
+            result[number] = tensors[number].new_empty(0)
     return result
 
 

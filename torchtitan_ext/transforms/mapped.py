@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import Problem, refusal
+from torchtitan_ext.layout.dtensor import View
 from torchtitan_ext.storage.metadata.saved_metadata import WORLD_KEY, recorded_paths
 from torchtitan_ext.storage.metadata.saved_state import SavedState, SavedTensor
 from torchtitan_ext.storage.raw_tensor import DTYPES
@@ -110,6 +111,10 @@ class MappedState:
         tensor_map = target.scales if scales else target.values
         assert tensor_map is not None, f"{fqn} has no scales, please report"
         return tensor_map.find_parts(offsets, sizes, strides, self._sources)
+
+    def fills(self, fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Sequence[tuple[float, View]]:
+        """What the transform fills with values of its own in a box of a target: the value, and a view of the box."""
+        return self._targets[fqn].values.find_fills(offsets, sizes)
 
     def chunk_of(self, part: _core.MapPart) -> tuple[MetadataIndex, tuple[int, ...]]:
         """The saved chunk of which a part is read, and its sizes."""

@@ -9,6 +9,7 @@ from operator import add
 import torch
 
 from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError
+from torchtitan_ext.layout.dtensor import view_of
 from torchtitan_ext.storage.native.fills import Elements
 from torchtitan_ext.storage.native.open_files import OpenFiles
 from torchtitan_ext.storage.raw_tensor import DTYPES, dtype_name
@@ -45,6 +46,9 @@ def _read_into(
         return
     offsets = tuple(map(add, begin, inside))
     parts = mapped.parts(fqn, offsets, tuple(place.shape), place.stride(), scales=scales)
+    if not scales:
+        for value, view in mapped.fills(fqn, offsets, tuple(place.shape)):
+            view_of(place, view).fill_(value)
     chunks = [mapped.chunk_of(part) for part in parts]
     records = files.source.find_records([index for index, _ in chunks])
     for part, (index, sizes), record in zip(parts, chunks, records, strict=True):

@@ -18,7 +18,7 @@ from torchtitan_ext.storage.element_types import ITEM_BYTES
 # Behind one star, and of a sign and at most 18 digits: see csrc/core/name_pattern.h.
 _SHIFT_MISSPELT = re.compile(r"\*\*\{|\*\{(?![+-](?:0|[1-9]\d{0,17})\})")
 
-_StepArguments = tuple[str, int, Sequence[int], Sequence[Sequence[int]], str]
+_StepArguments = tuple[str, int, Sequence[int], Sequence[Sequence[int]], str, float]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,10 @@ class Step:
             return reshape(given["was"], was=given["shape"])
         if self.op == "cast" and "was" in given:
             return cast(given["was"], was=given["dtype"])
-        advice = {"concat": "; give it sizes= or parts=", "reshape": "; give it was=", "cast": "; give it was="}
+        if self.op in ("pad", "crop") and "was" in given:
+            return (crop if self.op == "pad" else pad)(given["dim"], given["was"], was=given["to"])
+        advice = dict.fromkeys(("reshape", "cast", "pad", "crop"), "; give it was=")
+        advice["concat"] = "; give it sizes= or parts="
         raise WrongValueError(f"the step {self.op} has no inverse{advice.get(self.op, '')}", "transform")
 
     def encoded(self) -> _StepArguments:
@@ -85,7 +88,9 @@ class Step:
             op = f"{op}_even"
         if op == "slice":
             sizes = (given["begin"], given["end"])
-        return op, dim, sizes, given.get("offsets", ()), given.get("dtype", "")
+        if op in ("pad", "crop"):
+            sizes = (given["to"],)
+        return op, dim, sizes, given.get("offsets", ()), given.get("dtype", ""), given.get("value", 0.0)
 
 
 def concat(dim: int, *, sizes: Sequence[int] | None = None, parts: int | None = None) -> Step:
@@ -131,6 +136,16 @@ def slice_dim(dim: int, begin: int, end: int) -> Step:
 def place(shape: Sequence[int], offsets: Sequence[Sequence[int]]) -> Step:
     """Puts each member at its offsets into a new tensor, which they must fill once."""
     return Step("place", {"shape": shape, "offsets": offsets})
+
+
+def pad(dim: int, to: int, *, value: float = 0.0, was: int | None = None) -> Step:
+    """Elements of one value behind the others of a dim, which has ``to`` then. ``was``, before, is for the inverse."""
+    return Step("pad", {"dim": dim, "to": to, "value": value, "was": was})
+
+
+def crop(dim: int, to: int, *, was: int | None = None) -> Step:
+    """The first ``to`` elements of a dim; the others go nowhere. The inverse, by ``was``, pads with zeros."""
+    return Step("crop", {"dim": dim, "to": to, "was": was})
 
 
 def cast(dtype: str, *, was: str | None = None) -> Step:
@@ -346,6 +361,12 @@ def _whole(where: str, value: Any) -> int:
     return value
 
 
+def _number(where: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise WrongValueError(f"got {described(value)} for {where}, expected a number", "transform")
+    return float(value)
+
+
 def _wholes(where: str, values: Any) -> tuple[int, ...]:
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise WrongValueError(f"got {described(values)} for {where}, expected a list of whole numbers", "transform")
@@ -376,6 +397,8 @@ _ARGUMENTS: dict[str, dict[str, tuple[_Check, bool]]] = {
     "reshape": {"shape": (_wholes, True), "was": (_wholes, False)},
     "slice": {"dim": (_whole, True), "begin": (_whole, True), "end": (_whole, True)},
     "place": {"shape": (_wholes, True), "offsets": (_boxes, True)},
+    "pad": {"dim": (_whole, True), "to": (_whole, True), "value": (_number, False), "was": (_whole, False)},
+    "crop": {"dim": (_whole, True), "to": (_whole, True), "was": (_whole, False)},
     "cast": {"dtype": (_dtype, True), "was": (_dtype, False)},
     "dequantize": {"block": (_wholes, True), "dtype": (_dtype, True)},
 }

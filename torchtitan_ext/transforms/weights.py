@@ -88,6 +88,9 @@ def _problems_of(target: _core.MappedTensor) -> list[Problem]:
     """Why a target cannot be written."""
     if not target.dtypes:
         return [value_problem(target.name)]
+    if target.values.has_fills:
+        detail = "is padded, which a save does not; save it without, and pad it in the load"
+        return [Problem("wrong_transform", target.name, detail)]
     if target.scales is not None:
         detail = "is made by dequantize, which a save does not; leave the values and their scales as they are"
         return [Problem("wrong_transform", target.name, detail)]
