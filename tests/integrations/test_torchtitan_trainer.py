@@ -55,12 +55,22 @@ def test_a_last_save_for_the_hub_begins_another_run(tmp_path: Path) -> None:
     assert list(whole) == [1, 2, 3] and begun == stock and "Loading from HF safetensors" in log
 
 
+def children_of(pid: int) -> list[int]:
+    """Also those that other threads than the first have started."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_trainer_that_gets_a_signal_saves_and_exits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loader", ["torchtitan's", "elastic_data"])
+def test_a_trainer_that_gets_a_signal_saves_and_exits(tmp_path: Path, loader: str) -> None:
+    """So do the workers of its data loader, which live on."""
     make_assets(tmp_path)
     options = '{"signals": ["SIGTERM"], "grace_seconds": 60, "exit_code": 75}'
-    common = ["--checkpoint.interval=1000", "--override.imports", f"{OVERRIDES}.elastic_checkpoint={options}"]
+    common = ["--checkpoint.interval=1000", "--dataloader.num_workers=1"]
+    common += ["--override.imports", f"{OVERRIDES}.elastic_checkpoint={options}"]
+    common += [f'{OVERRIDES}.elastic_data={{"num_shards": 2}}'] if loader == "elastic_data" else []
     command = command_of(2, "--training.steps=1000", "--lr_scheduler.total_steps=1000", "--checkpoint.async_mode=async")
     with (tmp_path / "log").open("w+") as log:
         job = subprocess.Popen([*command, *common], cwd=tmp_path, env=environment_of(tmp_path), stdout=log, stderr=log)
@@ -68,8 +78,11 @@ def test_a_trainer_that_gets_a_signal_saves_and_exits(tmp_path: Path) -> None:
         while job.poll() is None and not STEP.search(told):
             time.sleep(0.1)
             told = re.sub(r"\x1b\[[\d;]*m", "", (tmp_path / "log").read_text())
-        workers = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-        os.kill(int(workers[-1]), signal.SIGTERM)  # not to torchrun, which hides the exit codes of its workers
+        trainers = children_of(job.pid)  # not torchrun, which hides the exit codes of its workers
+        readers = [reader for trainer in trainers for reader in children_of(trainer)]
+        assert len(readers) >= 2
+        for pid in (*readers, trainers[-1]):
+            os.kill(pid, signal.SIGTERM)
         job.wait(300)
         told = (tmp_path / "log").read_text()
     (saved,) = [step.name for step in tmp_path.rglob("step-*") if step.is_dir()]

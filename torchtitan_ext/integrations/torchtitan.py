@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.utils.data import DataLoader
 
 from torchtitan_ext import runs
 from torchtitan_ext.checkpoint import CpuStager, LoadPlanner, SaveResult, load
@@ -43,6 +44,7 @@ from torchtitan_ext.errors import (
 )
 from torchtitan_ext.integrations.torchtitan_flags import Options, in_flags, with_excluded
 from torchtitan_ext.integrations.torchtitan_train_state import RunTrainState
+from torchtitan_ext.ranks.signal_inbox import keeping_worker
 from torchtitan_ext.storage.commit.steps import STEP, has_finished, step_of
 from torchtitan_ext.storage.location import is_plain_url
 from torchtitan_ext.storage.weights.writer import SafetensorsWriter
@@ -171,6 +173,9 @@ class ElasticCheckpointManager(CheckpointManager):
             grace_seconds=config.grace_seconds,
             **asdict(self._on_storage_error),
         )
+        loader = self.states[DATALOADER]
+        if config.signals and isinstance(loader, DataLoader):  # torchtitan's own: it starts them at its first batch
+            loader.worker_init_fn = keeping_worker(loader.worker_init_fn)
         _warn_of_data_not_replaced(self.states)
 
     @torch.no_grad()

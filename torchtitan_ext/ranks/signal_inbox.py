@@ -12,8 +12,10 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing import resource_tracker
 from types import FrameType
 from typing import Any
 
@@ -107,18 +109,46 @@ def keep_worker(worker: int = 0) -> None:
     """Lets only its parent end this child by a signal: a ``worker_init_fn`` of ``torch.utils.data.DataLoader``.
 
     A launcher sends the signals before the end of a job to all its processes, and a worker that dies fails the next
-    step. Called in the main thread of a child of ``multiprocessing``, before it starts others.
+    step. Where the parent has died, SIGTERM of anybody ends it. Called in the main thread of a child of
+    ``multiprocessing``, before it starts others: threads and programs that it starts are as deaf.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, OF_JOBS)
     parent = multiprocessing.parent_process()
     assert parent is not None, "not in a child of multiprocessing, please report"
-    threading.Thread(target=_end_by_parent, args=(parent.pid,), daemon=True).start()
+    threading.Thread(target=_end_by_parent, args=(parent.pid, os.getppid()), daemon=True).start()
 
 
-def _end_by_parent(parent: int | None) -> None:
+def keeping_worker(init: Callable[[int], None] | None) -> Callable[[int], None]:
+    """A ``worker_init_fn`` that does ``keep_worker``, and then what another one does."""
+    return partial(_keep_and_init, init)
+
+
+@contextmanager
+def deaf_child(start_method: str) -> Iterator[None]:
+    """A child that this thread starts meanwhile hears no signal of a job before its ``keep_worker``.
+
+    Not by a fork server, which others use too.
+    """
+    if start_method == "spawn":
+        resource_tracker.ensure_running()  # its start would unblock signals
+    deaf_to = OF_JOBS if start_method != "forkserver" else ()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, deaf_to)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _keep_and_init(init: Callable[[int], None] | None, worker: int) -> None:
+    keep_worker(worker)
+    if init is not None:
+        init(worker)
+
+
+def _end_by_parent(parent: int | None, started_by: int) -> None:
     while True:
         told = signal.sigwaitinfo(OF_JOBS)
-        if told.si_pid == parent and told.si_signo == signal.SIGTERM:
+        if told.si_signo == signal.SIGTERM and (told.si_pid == parent or os.getppid() != started_by):
             os._exit(0)
 
 

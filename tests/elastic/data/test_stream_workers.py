@@ -1,11 +1,13 @@
 """Workers for streams: the same batches and states for any number of them, and one error where one of them is lost."""
 
 import gc
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from hypothesis import strategies as st
 from simulated_loaders import Counted, Ranks
 
 from torchtitan_ext.elastic import ElasticDataLoader, IndexedStreams, PackedTokens, Streams, StreamWorkerError
+from torchtitan_ext.elastic.data import workers
 from torchtitan_ext.elastic.data.blocks import receive_block, send_block
 
 
@@ -142,8 +145,11 @@ def test_the_error_has_the_trace_of_the_worker(tmp_path: Path) -> None:
     assert "in __iter__" in str(caught.value.__cause__)
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_worker_is_one_error_and_a_new_iterator_goes_on(signal_number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("signal_number", "how"),
+    [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGTERM, "has ended with exit code 0")],  # by the trainer
+)
+def test_a_killed_worker_is_one_error_and_a_new_iterator_goes_on(signal_number: signal.Signals, how: str) -> None:
     loader = ElasticDataLoader(source_of([30] * 4), batch_size=4, num_workers=2, collate_fn=list)
     expected = list(ElasticDataLoader(source_of([30] * 4), batch_size=4, collate_fn=list))
     served = []
@@ -153,8 +159,7 @@ def test_a_killed_worker_is_one_error_and_a_new_iterator_goes_on(signal_number: 
         state = loader.state_dict()
         victim = workers_of(loader)[round_ % 2]
         os.kill(victim, signal_number)
-        name = signal_number.name
-        with pytest.raises(StreamWorkerError, match=f"of 4, in epoch 0, .*process {victim}. was killed by {name}"):
+        with pytest.raises(StreamWorkerError, match=f"of 4, in epoch 0, .*process {victim}. {how}"):
             while True:
                 served.append(next(batches))
                 state = loader.state_dict()
@@ -218,26 +223,106 @@ def test_persistent_workers_end_with_the_loader() -> None:
         gc.enable()
 
 
+def send_to_all(pids: list[Any]) -> None:
+    """Sends what a launcher or a terminal sends to all processes of a job; from a process that is not their parent."""
+    for name in ("TERM", "INT", "HUP", "USR1", "TERM"):
+        subprocess.run(["kill", f"-{name}", *map(str, pids)], check=True)
+
+
+class Squares(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 120
+
+    def __getitem__(self, index: int) -> int:
+        return index**2
+
+
+def note_worker(worker: int, folder: Path) -> None:
+    (folder / str(worker)).touch()
+
+
+@pytest.mark.parametrize("kind", ["streams", "map-style", "map-style with a function of the user's"])
+def test_signals_to_all_processes_of_a_job_end_no_worker(tmp_path: Path, kind: str) -> None:
+    data: Any = source_of([30] * 4) if kind == "streams" else Squares()
+    options: dict[str, Any] = {"collate_fn": list, "batch_size": 4}
+    expected = list(ElasticDataLoader(data, **options))
+    if kind.endswith("user's"):
+        options["worker_init_fn"] = partial(note_worker, folder=tmp_path)
+    batches = iter(ElasticDataLoader(data, num_workers=2, prefetch_factor=1, **options))
+    served = [next(batches), next(batches)]
+    pids = [child.pid for child in multiprocessing.active_children() if child.daemon]
+    assert len(pids) >= 2
+    send_to_all(pids)
+    assert served + list(batches) == expected
+    assert len(os.listdir(tmp_path)) == (2 if kind.endswith("user's") else 0)
+
+
+def test_a_signal_before_a_worker_has_begun_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = workers._Worker.__init__, []
+
+    def start_and_send(worker: Any, *arguments: Any) -> None:
+        start(worker, *arguments)
+        started.append(worker.process.pid)
+        send_to_all(started[-1:])  # it imports torch yet
+
+    monkeypatch.setattr(workers._Worker, "__init__", start_and_send)
+    options: dict[str, Any] = {"batch_size": 4, "collate_fn": list}
+    source = Streams(open_range, 2)
+    served = list(ElasticDataLoader(source, num_workers=2, multiprocessing_context="spawn", **options))
+    assert len(started) == 2 and served == list(ElasticDataLoader(source, **options))
+
+
 SCRIPT = """
-import os, sys
+import os, sys, time
+import multiprocessing
+import torch
 from torchtitan_ext.elastic import ElasticDataLoader, Streams
-loader = ElasticDataLoader(Streams(lambda *_: range(99), 4), batch_size=4, num_workers=2, persistent_workers=True)
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 99
+    def __getitem__(self, index):
+        return index
+
+def read_one_and_hang(shard, *_):
+    yield 0
+    open(f"hangs-{shard}", "w").close()
+    time.sleep(1000)
+
+how, kind = sys.argv[1:]
+hangs = how == "kill, hanging"
+data = Data() if kind == "map-style" else Streams(read_one_and_hang if hangs else lambda *_: range(99), 4)
+loader = ElasticDataLoader(data, batch_size=4, num_workers=2, prefetch_factor=1, persistent_workers=True)
 batches = iter(loader)
 next(batches)
-print(*[worker.process.pid for worker in loader._batches._reader._workers._running], flush=True)
-if sys.argv[1] == "kill":
+while hangs and sum(name.startswith("hangs-") for name in os.listdir()) < 2:
+    time.sleep(0.01)
+print(*[child.pid for child in multiprocessing.active_children() if child.daemon], flush=True)
+if how.startswith("kill"):
     os.kill(os.getpid(), 9)
-if sys.argv[1] == "raise":
+if how == "raise":
     raise SystemExit(3)
 """
 
 
 @pytest.mark.sampled(0.34)
+@pytest.mark.parametrize("kind", ["streams", "map-style"])
 @pytest.mark.parametrize("how", ["return", "raise", "kill"])
-def test_no_worker_outlives_the_trainer(how: str) -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT, how], stdout=subprocess.PIPE, text=True, timeout=100)
+def test_no_worker_outlives_the_trainer(how: str, kind: str) -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, how, kind], stdout=subprocess.PIPE, text=True, timeout=100)
     assert done.returncode == {"return": 0, "raise": 3, "kill": -9}[how]
-    assert all(is_gone(int(pid)) for pid in done.stdout.split())
+    assert len(done.stdout.split()) == 2 and all(is_gone(int(pid)) for pid in done.stdout.split())
+
+
+def test_a_worker_that_hangs_when_its_trainer_was_killed_ends_by_a_signal(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT, "kill, hanging", "streams"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as trainer:
+        assert trainer.stdout is not None
+        pids = trainer.stdout.readline().split()  # its end comes when the workers have ended
+    assert len(pids) == 2
+    for pid in pids:
+        os.kill(int(pid), signal.SIGTERM)
+    assert all(is_gone(int(pid)) for pid in pids)
 
 
 @pytest.mark.parametrize(

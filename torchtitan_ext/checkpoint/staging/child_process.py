@@ -6,7 +6,6 @@ import gc
 import multiprocessing
 import os
 import pickle
-import signal
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -14,7 +13,7 @@ from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, BinaryIO, TypeVar
 
 from torchtitan_ext.errors import readable_error
-from torchtitan_ext.ranks.signal_inbox import OF_JOBS, keep_worker
+from torchtitan_ext.ranks.signal_inbox import deaf_child, keep_worker
 
 T = TypeVar("T")
 
@@ -33,11 +32,8 @@ class ChildProcess:
         context: Any = multiprocessing.get_context(START_METHOD)
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), name="torchtitan_ext.save", daemon=True)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, OF_JOBS)  # also of the child
-        try:
+        with deaf_child(START_METHOD):
             self._process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self.group_name: str | None = None
 

@@ -24,6 +24,7 @@ from torchtitan_ext.elastic.data.workers import WorkerOptions
 from torchtitan_ext.elastic.own_share import data_rank
 from torchtitan_ext.errors import WrongValueError, argument_error, check_counts
 from torchtitan_ext.errors.near_names import nearest_name
+from torchtitan_ext.ranks.signal_inbox import keeping_worker
 from torchtitan_ext.state.data_position import DataPosition, read_data_position
 
 # Of torch.utils.data.DataLoader, beside those that this loader has itself.
@@ -165,6 +166,8 @@ class ElasticDataLoader:
             options = {"collate_fn": collate_fn, **loader_options}
             _check_options(loader_options, _LOADER_OPTIONS, "map-style data")
             DataLoader(data, batch_sampler=[], **options)  # refuses values here, not at the first batch
+            if options.get("num_workers"):  # the trainer alone ends them, as those of streams
+                options["worker_init_fn"] = keeping_worker(options.get("worker_init_fn"))
             self._batches = _SampleBatches(data, sampler, options, self._in_flight)
             self._start = sampler.state_dict()  # no rank's in flight: those would be needed of all ranks
         else:

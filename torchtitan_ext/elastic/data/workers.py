@@ -38,6 +38,7 @@ from torchtitan_ext.elastic.data.blocks import receive_block, send_block
 from torchtitan_ext.elastic.data.shard_samples import Item, Mark, Place, ShardSamples
 from torchtitan_ext.elastic.data.streams import StreamSource
 from torchtitan_ext.errors import TorchtitanExtError, check_counts
+from torchtitan_ext.ranks.signal_inbox import deaf_child, keep_worker
 
 _SECONDS_TO_END = 1.0  # a sample that takes longer is not waited for
 # Ahead of the trainer, of each worker. Each is an open file of the user, who may have as few as 1,024 on a host.
@@ -276,7 +277,8 @@ class _Worker:
         self.process = context.Process(  # type: ignore[attr-defined]
             target=_serve, args=(theirs, source, seed, parent), daemon=True, name=f"stream worker {number}"
         )
-        self.process.start()
+        with deaf_child(context.get_start_method()):
+            self.process.start()
         theirs.close()
 
     def ask(self, asks: list[tuple[_Ahead, _Ask]]) -> None:
@@ -323,8 +325,7 @@ def _stop(running: list[_Worker], pid: int) -> None:
 
 def _serve(connection: Connection, source: StreamSource, seed: int, parent: int | None) -> None:
     """What a worker process does until the trainer hangs up or is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes; the trainer ends its workers
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    keep_worker()  # Ctrl-C, and what a launcher sends, goes to all processes; the trainer ends its workers
     torch.set_num_threads(1)
     random.seed(seed)
     np.random.seed(seed % 2**32)
