@@ -81,6 +81,7 @@ JSON_CALLS = {
     "verify": ["outputs/damaged/step-200", "--deep"],
     "ls": ["outputs/checkpoint"],
     "latest": ["outputs/checkpoint"],
+    "watch": ["outputs/elastic", "--steps", "0"],
     "gc": ["outputs/checkpoint", "--keep", "1"],
     "diff": ["outputs/checkpoint/step-100", "outputs/checkpoint/step-200", "--delta", "json/delta"],
     "reshard": ["outputs/checkpoint/step-100", "json/step-100", "--mesh", "dp_shard=4"],

@@ -29,6 +29,7 @@ _SUMMARY_OF = {
     "verify": "Whether a checkpoint, or each of a run, is whole.",
     "ls": "The steps of a run, who saves there, and what dead saves left.",
     "latest": "The newest finished checkpoint of a run.",
+    "watch": "The steps of a run as they land, a line each.",
     "gc": "Removes old steps of a run, and what dead saves left.",
     "plan": "What a load on another mesh would read, and what would be refused.",
     "diff": "What two checkpoints differ in.",
@@ -42,7 +43,7 @@ _SUMMARY_OF = {
 _OF_URLS = ("latest", "doctor")
 """The commands that take any URL. The others' paths would lose one of two slashes, and so name another place."""
 
-_OF_OBJECT_STORES = ("inspect", "verify", "ls", "gc", "diff", "reshard", "convert")
+_OF_OBJECT_STORES = ("inspect", "verify", "ls", "watch", "gc", "diff", "reshard", "convert")
 """The commands that read also URLs of object stores; they write to disks alone."""
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}

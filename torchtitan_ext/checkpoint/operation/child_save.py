@@ -66,7 +66,7 @@ class SaveInChild:
             child = self._child_in_group(phases, offers)
             own = dataclasses.replace(job, storage_writer=writer)
             tensors = [(tensor.shape, tensor.dtype) for tensor in self._copies]
-            request = (own, phases.timeout_seconds, os.getcwd(), self._content, tensors)
+            request = (own, phases.timeout_seconds, os.getcwd(), self._content, tensors, phases.seconds_so_far())
             try:
                 return child.call(save_shared, *request, file=self._file)
             except LostRankError as error:  # not of this rank's group, which can go on: the next save has new children
@@ -136,6 +136,7 @@ def save_shared(
     directory: str,
     content: bytes,
     shared: list[tuple[torch.Size, torch.dtype]],
+    seconds: dict[str, float],
     file: int | None = None,
 ) -> SaveResult:
     """In the child: plans and writes. Collective over the children of all ranks.
@@ -144,6 +145,7 @@ def save_shared(
         directory: The working directory, to which a path of the storage may be relative.
         content: The pickled state dict; its tensors are numbers.
         shared: Shapes and dtypes of the tensors, in their order in the file, the memory that both processes see.
+        seconds: What each phase of the parent has taken so far.
     """
     os.chdir(directory)
     tensors: list[torch.Tensor] = []
@@ -154,6 +156,7 @@ def save_shared(
     values: dict[str, Any] = _SharingUnpickler(io.BytesIO(content), tensors).load()
     assert job.storage_writer is not None, "a child got no storage, please report"
     with Phases("save", path=job.path, timeout_seconds=timeout_seconds) as phases:
+        phases.seconds |= seconds
         return save_values(values, job.storage_writer, job, phases)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
@@ -120,6 +121,7 @@ class Phases:
         """How long each phase took on this rank."""
         self.num_retries = 0
         """How often the operation began anew."""
+        self._current: tuple[str, float] = "", 0.0
         self._changed: tuple[str, ...] = ()
         self._changing = self._doing = ""
         self._trace = trace
@@ -205,6 +207,11 @@ class Phases:
                 failures=failures,
                 more=more or {},
             )
+
+    def seconds_so_far(self) -> dict[str, float]:
+        """``seconds``, and those of the phase in which this is called. Not collective."""
+        name, begin = self._current
+        return {**self.seconds, name: self.seconds.get(name, 0.0) + time.perf_counter() - begin}
 
     def refuse(self, error: Exception) -> None:
         """Tells the other ranks that this one has refused its arguments. Collective, in place of the call's phases.
@@ -372,6 +379,7 @@ class Phases:
     def _phase(self, name: str, doing: str) -> Iterator[None]:
         watch = None if self._ranks is None else self._ranks[0]
         self._doing = doing or self._changing
+        self._current = name, time.perf_counter()
         if self._turn is not None:
             self._turn.in_phase = threading.get_ident()
         with timed(self.seconds, name), self._span(name):

@@ -220,6 +220,8 @@ def save_values(
         assert metadata is not None, "the coordinator has no metadata, please report"
         if isinstance(writer, _OURS):
             writer.confirm = phases.confirm
+        if isinstance(writer, FileWriter):
+            writer.seconds = phases.seconds_so_far
         writer.finish(metadata=metadata, results=results)
         storage_meta = writer.storage_meta()
         path = writer.target if isinstance(writer, _OURS) else getattr(storage_meta, "checkpoint_id", None)

@@ -215,8 +215,10 @@ def _index_bytes(files: Sequence[tuple[int, _core.RankFile]], num_ranks: int) ->
         files: Rank and content of each file.
     """
 
+    notes = notes_of_save(num_ranks, {"prepare": 0.0, "plan": 0.0, "write": 0.0})
+
     def encoded(*files: _core.RankFile) -> int:
-        return len(_core.encode_index(bytes(16), 0, 0, notes_of_save(num_ranks), files))
+        return len(_core.encode_index(bytes(16), 0, 0, notes, files))
 
     empty = total = encoded()
     known: dict[tuple[int, int], int] = {}

@@ -21,10 +21,11 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torchtitan_ext import __version__, _core
@@ -229,12 +230,14 @@ def encode_index(
     return _core.encode_index(bytes.fromhex(save_id), num_bytes, digest, notes, files, tables, has_sums=has_sums)
 
 
-def notes_of_save(num_ranks: int) -> list[tuple[str, str]]:
-    """The notes of a save in its index."""
+def notes_of_save(num_ranks: int, seconds: Mapping[str, float] = MappingProxyType({})) -> list[tuple[str, str]]:
+    """The notes of a save in its index. Seconds by phase are as wide for any save: a dry run says the index's size."""
     torch: Any = sys.modules.get("torch")
     # Commands start sooner without this module.
     torch_version = torch.__version__ if torch else importlib.import_module("importlib.metadata").version("torch")
-    return [("world_size", str(num_ranks)), ("torch", torch_version), ("torchtitan_ext", __version__)]
+    notes = [("world_size", str(num_ranks)), ("torch", torch_version), ("torchtitan_ext", __version__)]
+    of_phases = " ".join(f"{phase} {one:09.3f}" for phase, one in seconds.items())
+    return [*notes, ("seconds", of_phases)] if of_phases else notes
 
 
 def begin_save(

@@ -6,7 +6,7 @@ import dataclasses
 import io
 import os
 import uuid
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -144,6 +144,7 @@ class FileWriter(StorageWriter):
             again; empty if nothing stood in the way.
         confirm: Called when all files are on the disk, right before the rename that commits. If it raises, nothing is
             committed. Each ``set_up_storage_writer`` resets it.
+        seconds: What each phase has taken so far, for the index; reset too.
 
     Raises:
         OSError: (in the future of ``write_data``) A file cannot be written; names the file, the byte and the reason.
@@ -207,6 +208,7 @@ class FileWriter(StorageWriter):
         self._has_named_a_save = False
         self.rank: int | None = None
         self.confirm: Callable[[], None] = ask_nobody
+        self.seconds: Callable[[], Mapping[str, float]] = dict
         self.use_collectives = True
         self._is_coordinator = False
         self._save: CommitsSaves | None = None
@@ -217,7 +219,7 @@ class FileWriter(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         # The save belongs to the process that holds its lock, and each copy saves under an id of its own.
-        return {**vars(self), "_save": None, "_has_named_a_save": True, "confirm": ask_nobody}
+        return {**vars(self), "_save": None, "_has_named_a_save": True, "confirm": ask_nobody, "seconds": dict}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.abandon()
@@ -233,7 +235,7 @@ class FileWriter(StorageWriter):
             self.save_id = uuid.uuid4().hex
         self._has_named_a_save = True
         self._is_coordinator = is_coordinator
-        self.confirm = ask_nobody
+        self.confirm, self.seconds = ask_nobody, dict
         self.rank = kwargs.get("rank")
         self.use_collectives = kwargs.get("use_collectives", True)
 
@@ -286,7 +288,7 @@ class FileWriter(StorageWriter):
         content = encode_metadata(metadata, files) if needs_metadata else None
         tables = b"" if needs_metadata else encode_tables(metadata, files)
         place = self._place_at_begin
-        notes = notes_of_save(len(results)) + notes_of_place(place)
+        notes = notes_of_save(len(results), self.seconds()) + notes_of_place(place)
         index = encode_index(self.save_id, files, content, notes, tables, has_sums=self.fingerprints)
         path = self._save.commit(index, content, sync=self.sync, confirm=self.confirm)
         self._save = None

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import UnknownFormatError
-from torchtitan_ext.storage.checkpoint_files import index_path, metadata_path
-from torchtitan_ext.storage.commit.branch import abandoned_steps, index_head, steps_aside
+from torchtitan_ext.storage.checkpoint_files import index_path, metadata_path, sharing_save
+from torchtitan_ext.storage.commit.branch import ABANDONED, abandoned_steps, index_head, steps_aside
 from torchtitan_ext.storage.commit.commit import lock_beside, lock_name
 from torchtitan_ext.storage.commit.leftovers import LOCK_PREFIX, checkpoint_names, find_dead_files, find_dead_saves
 from torchtitan_ext.storage.commit.save_lock import LockState, is_surely_dead, read_lock
@@ -34,6 +35,9 @@ class ListedStep(NamedTuple):
         saver: Process, host and start of a save that runs there now, perhaps over a finished checkpoint.
         checkpoints: The names of the checkpoints in a folder.
         parent: The name of the step that the save went on from, from the index.
+        left_behind: The newer steps that it left behind, because the run was set back.
+        reused_bytes: Size of the files that it shares with earlier steps.
+        seconds: Of each phase until the index was written, on the coordinator.
     """
 
     step: int
@@ -45,6 +49,9 @@ class ListedStep(NamedTuple):
     saver: str | None
     checkpoints: tuple[str, ...] = ()
     parent: str | None = None
+    left_behind: tuple[int, ...] = ()
+    reused_bytes: int = 0
+    seconds: Mapping[str, float] = {}
 
 
 class Leftover(NamedTuple):
@@ -64,11 +71,11 @@ def list_steps(run: Path, pattern: str | None = None) -> list[ListedStep]:
         OSError: The run's directory cannot be read.
     """
     os.listdir(run)
-    savers = _savers(run, pattern)
+    savers = {number: str(state.owner) for number, state in live_saves(run, pattern).items()}
     paths = step_paths(run, pattern)
     abandoned = abandoned_steps(item for item in paths.items() if has_finished(item[1]))
     steps = [
-        _listed(path, number, savers.pop(number, None), is_abandoned=path in abandoned)
+        list_step(path, number, savers.pop(number, None), is_abandoned=path in abandoned)
         for number, path in paths.items()
     ]
     steps += [ListedStep(number, "saving", None, 0, None, None, saver) for number, saver in savers.items()]
@@ -94,9 +101,12 @@ def bytes_in(path: Path, names: list[str] | None = None) -> int:
     """The size of a file, or of the files in a directory (all, or those with these names)."""
     if not path.is_dir():
         return path.lstat().st_size
+    return sum(size for name, size in _sizes_in(path).items() if names is None or name in names)
+
+
+def _sizes_in(path: Path) -> dict[str, int]:
     with os.scandir(path) as entries:
-        files = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
-        return sum(entry.stat().st_size for entry in files if names is None or entry.name in names)
+        return {entry.name: entry.stat().st_size for entry in entries if entry.is_file(follow_symlinks=False)}
 
 
 def checkpoint_bytes(step: Path) -> int:
@@ -125,7 +135,8 @@ def freed_bytes(steps: Iterable[Path], leftovers: Iterable[Leftover]) -> int:
     return sum(sizes.values())
 
 
-def _listed(path: Path, number: int, saver: str | None, *, is_abandoned: bool) -> ListedStep:
+def list_step(path: Path, number: int, saver: str | None = None, *, is_abandoned: bool = False) -> ListedStep:
+    """One of ``list_steps``."""
     saver, is_finished = saver or _saver_of(path), has_finished(path)
     found: Format | None = None
     try:
@@ -141,25 +152,36 @@ def _listed(path: Path, number: int, saver: str | None, *, is_abandoned: bool) -
     places = [place for place in (metadata_path(path, None), index_path(path, None)) if place.is_file()]
     finished_at = places[0].stat().st_mtime if is_finished else None
     head = index_head(path)
-    parent = None if head is None else head.notes.get("parent", "").partition(" ")[0] or None
     num_bytes = bytes_in(path) + sum(bytes_in(path / name) for name in inner)
-    return ListedStep(number, state, found, num_bytes, finished_at, world_size_of(head), saver, inner, parent)
+    listed = ListedStep(number, state, found, num_bytes, finished_at, None, saver, inner)
+    return with_notes(listed, head, _sizes_in(path))
 
 
-def world_size_of(head: _core.Index | None) -> int | None:
-    text = "" if head is None else head.notes.get("world_size", "")
-    return int(text) if text.isdecimal() else None
+def with_notes(step: ListedStep, head: _core.Index | None, files: Mapping[str, int]) -> ListedStep:
+    """The step with what its index notes of the save, beside these files with their sizes."""
+    if head is None:
+        return step
+    notes, own = head.notes, (None, head.save_id.hex())
+    size, phases = notes.get("world_size", ""), re.findall(r"(\S+) (\d{5,9}\.\d{3})", notes.get("seconds", ""))
+    left = re.findall(r"(?:^| )(\d{1,18}):", notes.get(ABANDONED, ""))
+    return step._replace(
+        world_size=int(size) if size.isdecimal() else None,
+        parent=notes.get("parent", "").partition(" ")[0] or None,
+        left_behind=tuple(sorted(map(int, left))),
+        reused_bytes=sum(files[name] for name in files if sharing_save(name) not in own),
+        seconds={phase: float(seconds) for phase, seconds in phases},
+    )
 
 
-def _savers(run: Path, pattern: str | None) -> dict[int, str]:
-    """The running saves by step, from the locks beside the steps."""
-    savers = {}
+def live_saves(run: Path, pattern: str | None) -> dict[int, LockState]:
+    """The running saves by step, from the locks beside the steps, which name their owners."""
+    saves = {}
     for name in os.listdir(run):
         state = _live_state(run / name) if name.startswith(LOCK_PREFIX) else None
         step = None if state is None or state.owner is None else step_of(state.owner.path, pattern)
         if state is not None and step is not None:
-            savers[step] = str(state.owner)
-    return savers
+            saves[step] = state
+    return saves
 
 
 def _saver_of(step: Path) -> str | None:

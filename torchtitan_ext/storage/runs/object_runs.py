@@ -19,7 +19,7 @@ from torchtitan_ext.storage.objects.leftovers import (
     living_lease,
     save_of_metadata,
 )
-from torchtitan_ext.storage.runs.listing import ListedStep, world_size_of
+from torchtitan_ext.storage.runs.listing import ListedStep, with_notes
 from torchtitan_ext.storage.runs.remote_steps import remote_steps
 
 
@@ -38,7 +38,7 @@ def object_steps(run: Location, pattern: str | None = None) -> dict[int, Locatio
 
 def list_object_steps(steps: Mapping[int, Location]) -> list[ListedStep]:
     """As ``list_steps``, of ``object_steps``. Lists each folder, and reads ``.metadata`` and the head of its index."""
-    listed = [_listed(number, step) for number, step in steps.items()]
+    listed = [list_object_step(number, step) for number, step in steps.items()]
     return [step for step in listed if step is not None]
 
 
@@ -47,7 +47,8 @@ def left_in_steps(steps: Mapping[int, Location], now: datetime) -> list[LeftInSt
     return [LeftInStep(step, left) for step in steps.values() for left in left_saves(step, now)]
 
 
-def _listed(number: int, step: Location) -> ListedStep | None:
+def list_object_step(number: int, step: Location) -> ListedStep | None:
+    """One of ``list_object_steps``; ``None`` where the folder has no objects any more."""
     folder = ObjectFolder(step)
     found = folder.stamps()
     if not found:  # some stores list folders of which all objects were deleted
@@ -55,15 +56,17 @@ def _listed(number: int, step: Location) -> ListedStep | None:
     metadata, lease = found.get(".metadata"), living_lease(found, datetime.now(timezone.utc))
     owner = {} if lease is None else json.loads(folder.read(lease))
     saver = f"process {owner['pid']} on {owner['host']}" if owner else None
-    return ListedStep(
+    listed = ListedStep(
         number,
         "finished" if metadata is not None else "saving" if saver else "not finished",
         None if metadata is None else "dcp",
         sum(stamp.num_bytes for stamp in found.values()),
         None if metadata is None else metadata.put_at.timestamp(),
-        None if metadata is None else world_size_of(_index_head(folder)),
+        None,
         saver,
     )
+    sizes = {name: stamp.num_bytes for name, stamp in found.items()}
+    return listed if metadata is None else with_notes(listed, _index_head(folder), sizes)
 
 
 def _index_head(folder: ObjectFolder) -> _core.Index | None:
