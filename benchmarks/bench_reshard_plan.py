@@ -57,7 +57,9 @@ def measure(num_sources: int, num_targets: int, model: str) -> dict[str, float]:
     pickled = [len(pickle.dumps(part)) for part in parts]
     num_keys = sum(map(len, encode_table(Training("target", num_targets, model=model).table(0)).names))
     rank, expanded = cpu_seconds(
-        lambda: [_core.expand_transfers(side, range(num_keys), num_keys) for side in (parts[0].sends, parts[0].receives)]
+        lambda: [
+            _core.expand_transfers(side, range(num_keys), num_keys) for side in (parts[0].sends, parts[0].receives)
+        ]
     )
     states = [Training("rank", num_ranks, model=model).state(0) for num_ranks in (num_sources, num_targets)]
     described, _ = cpu_seconds(lambda: [describe_endpoint("source", state, None, is_filled=False) for state in states])

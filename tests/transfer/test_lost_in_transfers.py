@@ -23,7 +23,8 @@ import torchtitan_ext as tte
 from torchtitan_ext import fingerprints
 from torchtitan_ext.errors import LostRankError, TorchtitanExtError, TransferFailedError
 from torchtitan_ext.ranks import watch
-from torchtitan_ext.transfer.changed import changed_boxes, state_dicts
+from torchtitan_ext.transfer import state_dicts
+from torchtitan_ext.transfer.changed import changed_boxes
 
 CULPRIT = 1
 DEADLINE_SECONDS = 3.0
