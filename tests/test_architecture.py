@@ -50,7 +50,7 @@ INNER_ROWS = {
     "transfer": [
         {"copies", "key_sources"},
         {"endpoint", "meeting", "phases", "planning", "recover_report", "transport"},
-        {"changed", "sent_sums"},
+        {"changed", "side"},
         {"plan", "survivors"},
         {"recovery", "state_dicts"},
         {"dtensors"},

@@ -28,12 +28,13 @@ from torchtitan_ext.transfer.changed.changed_boxes import (
 )
 from torchtitan_ext.transfer.changed.changes import Changes
 from torchtitan_ext.transfer.changed.sent_boxes import SentBoxes
+from torchtitan_ext.transfer.changed.sent_sums import different_boxes
 from torchtitan_ext.transfer.copies import Replicas
 from torchtitan_ext.transfer.endpoint import Endpoint
 from torchtitan_ext.transfer.phases import transfer_phases
 from torchtitan_ext.transfer.planning import RankPart
-from torchtitan_ext.transfer.sent_sums import different_boxes
-from torchtitan_ext.transfer.transport import Transport, rows_of, with_views
+from torchtitan_ext.transfer.side import Side
+from torchtitan_ext.transfer.transport import Transport, rows_of
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +84,6 @@ class TransferPlan:
         self.version: int | None = None
         self._keep_sent = keep_sent
         self._sent: SentBoxes | None = None
-        self._kept_sources: list[torch.Tensor] | None = None
-        self._kept_targets: list[torch.Tensor] | None = None
         self._source = source
         self._target = target
         self._part = part
@@ -95,13 +94,9 @@ class TransferPlan:
         self._operation = operation
         self._replicas = replicas
         self._num_runs = 0
-        sends = _core.expand_transfers(part.sends, source.first_tensor, len(source.tensors))
-        receives = _core.expand_transfers(part.receives, target.first_tensor, len(target.tensors))
-        self._bytes_to, self._bytes_from = sends.bytes_of_peer, receives.bytes_of_peer
-        self._views_out, self._views_in = sends.views, receives.views
+        self._sends = Side(source, part.sends, is_filled=False)
+        self._receives = Side(target, part.receives, is_filled=True)
         self._fills = _core.expand_fills(part.fills, target.first_tensor)
-        self._changed_out, self._changed_in = sends.changed, receives.changed
-        self._sends, self._receives = _as_tensor(sends.entries), _as_tensor(receives.entries)
 
     def run(
         self,
@@ -168,7 +163,7 @@ class TransferPlan:
             if with_changes:
                 bytes_to, bytes_from = self._exchange_changes(phases, run)
             else:
-                bytes_to, bytes_from = self._bytes_to, self._bytes_from
+                bytes_to, bytes_from = self._sends.bytes_of_peer, self._receives.bytes_of_peer
                 self.version = None
                 with phases.changing(self._filled, self._part_written):
                     phases.on_all("exchange", lambda: self._exchange(run), exchange_name=self._name_of("exchange"))
@@ -191,8 +186,8 @@ class TransferPlan:
         """What the first rank sends to the second one, in groups of at most 64 ranks; else this rank's part."""
         rank = 0 if self._group is None else position_in(self._group)
         return self._part.bytes_between or {
-            **{(rank, peer): num_bytes for peer, num_bytes in self._bytes_to.items()},
-            **{(peer, rank): num_bytes for peer, num_bytes in self._bytes_from.items()},
+            **{(rank, peer): num_bytes for peer, num_bytes in self._sends.bytes_of_peer.items()},
+            **{(peer, rank): num_bytes for peer, num_bytes in self._receives.bytes_of_peer.items()},
         }
 
     def describe(self) -> str:
@@ -214,9 +209,9 @@ class TransferPlan:
             reason = endpoint.why_changed()
             if reason is not None:
                 problems.append(Problem("cannot_reshard", side, reason))
-        run.sources = self._sources_of(self._source.memory_to_read())
-        filled, run.finish = self._target.memory_to_fill()
-        run.targets, run.filled = self._targets_of(filled), filled
+        run.sources = self._sends.tensors(self._source.memory_to_read())
+        run.filled, run.finish = self._target.memory_to_fill()
+        run.targets = self._receives.tensors(run.filled)
         objects = self._source.objects_now(self._part.objects_sent)
         for fqn, value in objects.items():
             try:
@@ -256,8 +251,8 @@ class TransferPlan:
         self._transport.exchange(
             run.sources,
             run.targets,
-            self._sends,
-            self._receives,
+            self._sends.boxes,
+            self._receives.boxes,
             number=self._part.number if run.is_memory else 0,
             # gloo closes connections on which it waited so long: the end of the phase does not take as long again
             timeout_seconds=self._timeout_seconds,
@@ -275,8 +270,8 @@ class TransferPlan:
         exchange = ChangesExchange(
             sources=sources,
             targets=run.targets,
-            sends=self._sends,
-            receives=self._receives,
+            sends=self._sends.boxes,
+            receives=self._receives.boxes,
             find=lambda rows: packed_changes(rows, run.changes) if sent is None else sent.find(sources),
             transport=self._transport,
             timeout_seconds=self._timeout_seconds,
@@ -284,7 +279,7 @@ class TransferPlan:
 
         def pack() -> None:
             filled, run.finish = self._target.memory_to_change()
-            run.targets = exchange.targets = self._targets_of(filled)
+            run.targets = exchange.targets = self._receives.tensors(filled)
             exchange.pack()
 
         phases.on_all("pack", pack, doing=unchanged)
@@ -292,7 +287,7 @@ class TransferPlan:
 
         def compare() -> list[str]:
             exchange.exchange_changes()
-            return [self._name_of_target(tensor) for tensor in exchange.tensors_of_other_base()]
+            return [self._receives.name_of(tensor) for tensor in exchange.tensors_of_other_base()]
 
         found = phases.on_all("compare", compare, doing=unchanged, exchange_name=self._name_of("compare"))
         wrong = {fqn: rank for rank, of_rank in reversed(list(enumerate(found))) for fqn in of_rank}
@@ -314,29 +309,8 @@ class TransferPlan:
             phases.on_all("exchange", fill, exchange_name=self._name_of("exchange"))
         return exchange.bytes_to, exchange.bytes_from
 
-    def _sources_of(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """With views of them. Of memory that stays from run to run they are made once."""
-        if self._kept_sources is not None:
-            return self._kept_sources
-        sources = with_views(tensors, self._views_out, are_filled=False)
-        self._kept_sources = sources if self._source.is_memory else None
-        return sources
-
-    def _targets_of(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The same of the target."""
-        if self._kept_targets is not None:
-            return self._kept_targets
-        targets = with_views(tensors, self._views_in, are_filled=True)
-        self._kept_targets = targets if self._target.is_memory else None
-        return targets
-
     def _keep(self, run: _Run) -> None:
-        self._sent = SentBoxes(self._sends, run.sources)
-
-    def _name_of_target(self, tensor: int) -> str:
-        """The key of a tensor, or of a view of one."""
-        num_tensors = len(self._target.tensors)
-        return self._target.names[tensor if tensor < num_tensors else self._views_in[tensor - num_tensors][0]]
+        self._sent = SentBoxes(self._sends.boxes, run.sources)
 
     def _finish(self, run: _Run) -> None:
         run.finish()
@@ -380,11 +354,11 @@ class TransferPlan:
         """By rank the keys with a box, changed by a map or a cast, that does not hold what was sent."""
 
         def compare() -> list[str]:
-            sides = run.sources, run.targets, self._sends, self._receives
-            changed = self._changed_out, self._changed_in
+            sides = run.sources, run.targets, self._sends.boxes, self._receives.boxes
+            changed = self._sends.changed, self._receives.changed
             different = different_boxes(*sides, changed, self._source.device, self._transport, self._timeout_seconds)
-            rows = list(rows_of(self._receives)) if different else []
-            return [self._name_of_target(rows[number].tensor) for number in different]
+            rows = list(rows_of(self._receives.boxes)) if different else []
+            return [self._receives.name_of(rows[number].tensor) for number in different]
 
         return phases.on_all("verify", compare, doing="ranks compared sums", exchange_name=self._name_of("sums"))
 
@@ -433,9 +407,3 @@ def _differing(offers: Sequence[_Offer]) -> list[Problem]:
     with_source = [rank for rank, offer in enumerate(offers) if offer.has_source]
     which = differing("changed_only", [offers[rank].changed_only for rank in with_source], ranks=with_source)
     return (plans or verify or which)[:1]
-
-
-def _as_tensor(entries: bytes) -> torch.Tensor:
-    if not entries:
-        return torch.empty(0, dtype=torch.int64, device="cpu")
-    return torch.frombuffer(bytearray(entries), dtype=torch.int64)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_ext import ops
-from torchtitan_ext.layout.dtensor import View, local_view, view_of
+from torchtitan_ext.layout.dtensor import local_view
 
 
 class Transport(Protocol):
@@ -108,19 +108,6 @@ def rows_of(table: Tensor) -> Iterator[Row]:
 def dtype_of(row: Row, tensors: Sequence[Tensor]) -> torch.dtype:
     """That of the elements of a box on their way."""
     return tensors[row.tensor].dtype if row.cast_to < 0 else ops.numbered_dtype(row.cast_to)
-
-
-def with_views(tensors: list[Tensor], views: Sequence[tuple[int, View]], *, are_filled: bool) -> list[Tensor]:
-    """The rank's tensors and, behind them, views of some of them, by number.
-
-    Of tensors that are filled by views alone stand-ins without elements remain, since no two may share memory.
-    """
-    result = list(tensors)
-    for number, view in views:
-        result.append(view_of(tensors[number], view))
-        if are_filled:
-            result[number] = tensors[number].new_empty(0)
-    return result
 
 
 def part_of(tensor: Tensor, row: Row) -> Tensor:
