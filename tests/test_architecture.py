@@ -22,12 +22,12 @@ ROWS = [
     {"transforms"},
     {"checkpoint", "sync"},
     {"full", "fingerprints"},
-    {"transfer", "weights"},
+    {"transfer"},
     {"delta"},
     {"elastic", "runs"},
     {"integrations"},
     {"offline"},
-    {"cli"},
+    {"cli", "weights"},
     {"__init__", "__main__", "run"},
 ]
 

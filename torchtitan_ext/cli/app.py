@@ -35,6 +35,7 @@ _SUMMARY_OF = {
     "diff": "What two checkpoints differ in.",
     "reshard": "Write a checkpoint as another mesh would save it.",
     "convert": "Write a checkpoint in another format.",
+    "merge": "Write the weighted mean of several checkpoints.",
     "doctor": "What to put into a bug report: versions, libraries, CUDA, gloo, disk, a save.",
 }
 """The commands in the order of the help. Each is ``run`` in the module of its name in ``cli.commands``."""
@@ -43,7 +44,7 @@ _SUMMARY_OF = {
 _OF_URLS = ("latest", "doctor")
 """The commands that take any URL. The others' paths would lose one of two slashes, and so name another place."""
 
-_OF_OBJECT_STORES = ("inspect", "verify", "ls", "watch", "gc", "diff", "reshard", "convert")
+_OF_OBJECT_STORES = ("inspect", "verify", "ls", "watch", "gc", "diff", "reshard", "convert", "merge")
 """The commands that read also URLs of object stores; they write to disks alone."""
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
@@ -92,7 +93,7 @@ def _load(name: str) -> Any:
     command = typer.Typer(rich_markup_mode=None, add_completion=False, context_settings=_SETTINGS)
     with without_collector():
         module = importlib.import_module(f"torchtitan_ext.cli.commands.{name}")
-    command.command(name)(module.run)
+    command.command(name, cls=getattr(module, "Command", None))(module.run)
     return get_command(command)
 
 

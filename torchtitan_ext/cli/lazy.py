@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torchtitan_ext.offline.compare import measure as measure
     from torchtitan_ext.offline.dry_run import run as run
     from torchtitan_ext.offline.rewrite import convert as convert
+    from torchtitan_ext.offline.rewrite import merge as merge
     from torchtitan_ext.offline.rewrite import reshard as reshard
     from torchtitan_ext.transforms import rules as rules
 _MODULES = (
@@ -37,6 +38,7 @@ _MODULES = (
     "offline.compare.measure",
     "offline.dry_run.run",
     "offline.rewrite.convert",
+    "offline.rewrite.merge",
     "offline.rewrite.reshard",
     "transforms.rules",
 )

@@ -35,6 +35,7 @@ ProblemKind = Literal[
     "unused_filter",
     "wrong_transform",
     "other_base",
+    "sources_differ",
 ]
 
 MAX_NAMED = 10

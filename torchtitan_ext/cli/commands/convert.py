@@ -12,11 +12,9 @@ from typing import Annotated
 import typer
 
 from torchtitan_ext.cli import lazy, options
-from torchtitan_ext.cli.output import count_of, print_json, print_line, text_of_bytes
+from torchtitan_ext.cli.output import MAX_NAMED, count_of, print_dropped, print_json, print_line, text_of_bytes
 from torchtitan_ext.errors import named
 from torchtitan_ext.storage.progress import progress
-
-_MAX_NAMED = 3
 
 
 class _Dtype(str, Enum):
@@ -28,13 +26,6 @@ class _Dtype(str, Enum):
     FLOAT8_E5M2 = "float8_e5m2"
 
 
-class _Format(str, Enum):
-    DCP = "dcp"
-    SAFETENSORS = "safetensors"
-    TORCH = "torch"
-    HF = "hf"  # the name of safetensors in earlier versions
-
-
 def run(
     source: options.Source,
     target: Annotated[
@@ -42,13 +33,13 @@ def run(
         typer.Argument(metavar="DST", help="A directory; with --to torch a file.", parser=options.local_path),
     ],
     to: Annotated[
-        _Format,
+        options.Format,
         typer.Option(metavar="FORMAT", help="dcp, safetensors (tensors alone), or torch."),
     ],
     dtype: Annotated[_Dtype | None, typer.Option(metavar="DTYPE", help="Cast floats, for example to bfloat16.")] = None,
     only: options.Only = None,
     prefix: options.Prefix = "",
-    max_file_size: Annotated[str, typer.Option(metavar="BYTES", help="Size of safetensors files.")] = "5GB",
+    max_file_size: options.MaxFileSize = "5GB",
     transform: options.TransformFile = None,
     max_memory: options.MaxMemory = "1GB",
     processes: options.Processes = None,
@@ -71,7 +62,7 @@ def run(
             report = lazy.convert.convert(
                 opened,
                 target,
-                to="safetensors" if to is _Format.HF else to.value,
+                to=to.kind,
                 selection=selection,
                 dtype=new_dtype,
                 max_file_bytes=options.amount_of(max_file_size),
@@ -90,8 +81,6 @@ def run(
     if report.cast and dtype is not None:
         what = "every value is kept" if report.is_exact else "values are rounded"
         print_line(
-            f"cast to {dtype.value}: {count_of(len(report.cast), 'tensor')} ({named(report.cast, _MAX_NAMED)}); {what}"
+            f"cast to {dtype.value}: {count_of(len(report.cast), 'tensor')} ({named(report.cast, MAX_NAMED)}); {what}"
         )
-    if report.dropped:
-        values = count_of(len(report.dropped), "value")
-        print_line(f"dropped, as safetensors hold tensors alone: {values} ({named(report.dropped, _MAX_NAMED)})")
+    print_dropped(report.dropped)
