@@ -289,9 +289,12 @@ def in_a_world(rank: int, world_size: int, path: Path) -> list[str]:
     trained = {"w": cut()}
     snapshot = delta.Snapshot(trained, version=0)
     refused(
-        "make the snapshot of a source in the target's dtype",
+        "plan it with keep_sent=True, and run it with changed_only=True",
         lambda: tte.transfer.plan_reshard(trained, half, cast="allow").run(changes=snapshot.changes()),
     )
+    plan = tte.transfer.plan_reshard(trained, half, cast="allow", keep_sent=True)
+    plan.run(version=0)
+    plan.run(version=1, changed_only=True)
     trained = {"w": cut(tensor=truth.bfloat16())}
     snapshot = delta.Snapshot(trained, version=0)
     plan = tte.transfer.plan_reshard(trained, half)

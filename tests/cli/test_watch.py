@@ -1,6 +1,7 @@
 """``torchtitan-ext watch``: what is told of saves, real ones, that land, die, fail, or stand still meanwhile."""
 
 import errno
+import functools
 import json
 import os
 import re
@@ -72,7 +73,10 @@ def changes(watch: RunWatch) -> list[tuple[str, int]]:
 def watching(run: Path, *options: str) -> Iterator[Any]:
     """The command as a process that has looked at a run which is not there yet."""
     command = [sys.executable, "-m", "torchtitan_ext", "watch", run, "--interval", "0.05", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    # A shell's background job ignores Ctrl-C, and so do its children.
+    hears = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, preexec_fn=hears) as process:
         try:
             assert process.stderr is not None
             assert process.stderr.readline().endswith("run: No such file or directory; looking again\n")

@@ -114,6 +114,14 @@ def test_a_first_rank_that_is_lost_after_it_came_holds_up_nobody_for_longer_than
         transfer.meet(f"{host}:{port}", job="b", rank=0, jobs=first.jobs, host_store=False, timeout_seconds=1)
 
 
+def test_a_process_that_was_killed_before_it_said_who_it_is_holds_up_nobody() -> None:
+    host, _, port = free_address().rpartition(":")
+    store = dist.TCPStore(host, int(port), is_master=True, wait_for_workers=False)
+    dist.PrefixStore("torchtitan_ext/meeting/0", store).add("arrivals", 1)
+    group = transfer.meet(f"{host}:{port}", job="a", rank=0, jobs={"a": 1}, host_store=False, timeout_seconds=5)
+    assert (group.rank(), group.size()) == (0, 1)
+
+
 def lose_in_a_sync(position: int, world_size: int, address: str, folder: Path, has_default: bool) -> None:
     """Survivors write down what they got: the world fails as a whole."""
     job, rank = ("a", position) if position < 2 else ("b", 0)

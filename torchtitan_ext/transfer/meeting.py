@@ -158,13 +158,17 @@ def _gather(place: Store, me: _Member, deadline: float, address: str) -> tuple[s
         return None
     place.set(f"arrival/{place.add('arrivals', 1)}", me.statement())
     arrived: dict[tuple[str, int], dict[str, Any]] = {}
-    num_read, ends = 0, deadline
+    num_counted, unread, ends = 0, list[int](), deadline
     while not place.check(["list"]):
-        for number in range(num_read + 1, place.add("arrivals", 0) + 1):
+        counted = place.add("arrivals", 0)
+        unread += range(num_counted + 1, counted + 1)
+        num_counted = counted
+        # A process that was killed between its number and its statement leaves a number without one.
+        for number in [one for one in unread if place.check([f"arrival/{one}"])]:
+            unread.remove(number)
             other = json.loads(place.get(f"arrival/{number}"))
             arrived.pop((other["job"], other["rank"]), None)  # the last one to come is to stand last
             arrived[other["job"], other["rank"]] = other
-            num_read = number
         sizes, here = _present(me, arrived)
         problem = _disagreement(me, here.values())
         absent = [member for member in _members(sizes) if member not in here]

@@ -339,5 +339,8 @@ def why_not_sent(changes: Changes, source: Endpoint, changed: Sequence[str]) -> 
     if other or [held.fqn for held in changes.tensors] != source.names:
         what = "are of other tensors than the source that was planned, or of tensors of other dtypes or layouts"
         return [Problem("other_base", "changes", f"{what}: {named(other or source.names)}")]
-    what = "is cast or mapped on its way, which changes cannot follow; run the plan without changes"
+    what = (
+        "is cast or mapped on its way, which changes cannot follow; plan it with keep_sent=True, and run it with "
+        "changed_only=True"
+    )
     return [Problem("wrong_dtype", fqn, what) for fqn in changed]
