@@ -83,7 +83,7 @@ inline pybind11::tuple to_tuple(std::span<const core::ShardStep> steps) {
 // Offsets, sizes, and per dim of the view the dim of the tensor and its step there.
 inline pybind11::tuple to_view(const core::BoxView& view, std::span<const int64_t> sizes) {
   pybind11::list steps;
-  for (const core::Step& step : view.steps) steps.append(pybind11::make_tuple(step.dim, step.elements));
+  for (const core::ViewStep& step : view.steps) steps.append(pybind11::make_tuple(step.dim, step.elements));
   return pybind11::make_tuple(to_tuple(view.offsets), to_tuple(sizes), std::move(steps));
 }
 

@@ -31,18 +31,18 @@ struct Box {
 inline Box box_of(const Chunk& chunk) { return {chunk.offsets, chunk.sizes}; }
 
 // How a dim of a view goes through a tensor: `elements` at a time through one dim; 0, of any dim, stays where it is.
-struct Step {
+struct ViewStep {
   uint32_t dim = 0;
   int64_t elements = 0;
 
-  bool operator==(const Step&) const = default;
+  bool operator==(const ViewStep&) const = default;
 };
 
 // Elements of a tensor from `offsets` on, a step per dim of the view. Without steps the view is a box: it has the dims of
 // the tensor.
 struct BoxView {
   Sizes offsets;
-  std::vector<Step> steps;
+  std::vector<ViewStep> steps;
 
   bool operator==(const BoxView&) const = default;
 };

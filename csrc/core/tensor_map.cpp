@@ -404,7 +404,7 @@ Sizes coordinates_in(const Chunk& chunk, const MapPiece& piece, const Grid& grid
 }
 
 // How a loop of an aligned piece steps through one dim; a step of 0, of any dim, repeats an element.
-Step step_of(const MapLoop& loop, MapSide side, const Grid& grid) {
+ViewStep step_of(const MapLoop& loop, MapSide side, const Grid& grid) {
   const int64_t stride = loop.strides[side];
   if (stride == 0) return {};
   const size_t dim = grid.dim_of(stride);

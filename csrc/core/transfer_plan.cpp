@@ -172,7 +172,7 @@ void put_view(WireWriter& out, const BoxView& view, const Sizes& sizes) {
   out.put_sizes(view.offsets);
   out.put_sizes(sizes);
   out.put(view.steps.size());
-  for (const Step& step : view.steps) {
+  for (const ViewStep& step : view.steps) {
     out.put(step.dim);
     out.put(static_cast<uint64_t>(step.elements));
   }
@@ -187,7 +187,7 @@ void get_view(WireReader& in, BoxView& view, Sizes& sizes) {
   view.offsets = in.get_sizes("offsets of a box");
   sizes = in.get_sizes("sizes of a box");
   view.steps.resize(in.get_count("steps", 2));
-  for (Step& step : view.steps) {
+  for (ViewStep& step : view.steps) {
     step.dim = static_cast<uint32_t>(in.get_index("dim of a step", view.offsets.size()));
     step.elements = static_cast<int64_t>(in.get("elements of a step"));
   }
@@ -362,17 +362,35 @@ std::vector<int64_t> get_positions(WireReader& in) {
   return positions;
 }
 
+// What stands before the boxes of a pair; see Side::finish_pair.
+struct PairHead {
+  int64_t item_bytes = 0;
+  int64_t cast_to = -1;
+  bool is_changed = false;
+  size_t keys_each = 1;
+  std::vector<int64_t> positions;
+};
+
+PairHead get_head(WireReader& in) {
+  PairHead head;
+  head.item_bytes = static_cast<int64_t>(in.get("bytes of an element"));
+  head.cast_to = in.get_signed("dtype");
+  head.is_changed = in.get_index("change on the way", 2) == 1;
+  head.keys_each = in.get("keys that belong together");
+  head.positions = get_positions(in);
+  if (head.keys_each == 0 || head.positions.size() % head.keys_each != 0) {
+    in.fail("keys that belong together", "they are not");
+  }
+  return head;
+}
+
 }  // namespace
 
 std::vector<AbsentKey> expand_absent(std::string_view bytes) {
   WireReader in(bytes, "absent boxes");
   std::map<int64_t, AbsentKey> keys;
   while (in.num_left() > 0) {
-    const auto item_bytes = static_cast<int64_t>(in.get("bytes of an element"));
-    in.get_signed("dtype");
-    in.get("change on the way");
-    in.get("keys that belong together");
-    const std::vector<int64_t> positions = get_positions(in);
+    const PairHead head = get_head(in);
     std::vector<AbsentKey::Box> boxes(in.get_count("boxes", 4));
     int64_t num_bytes = 0;
     for (auto& [chunk, box] : boxes) {
@@ -380,9 +398,9 @@ std::vector<AbsentKey> expand_absent(std::string_view bytes) {
       box.offsets = in.get_sizes("offsets of a box");
       box.sizes = in.get_sizes("sizes of a box");
       box.local_offsets = in.get_sizes("local offsets of a box");
-      num_bytes = checked_add(num_bytes, checked_mul(num_elements(box.sizes), item_bytes));
+      num_bytes = checked_add(num_bytes, checked_mul(num_elements(box.sizes), head.item_bytes));
     }
-    for (const int64_t position : positions) {
+    for (const int64_t position : head.positions) {
       if (position < 0) in.fail("position of a key", "it is negative");
       keys[position] = {static_cast<size_t>(position), num_bytes, boxes};
     }
@@ -397,18 +415,14 @@ std::vector<std::pair<int64_t, MapFill>> expand_fills(std::string_view bytes,
   WireReader in(bytes, "filled boxes");
   std::vector<std::pair<int64_t, MapFill>> fills;
   while (in.num_left() > 0) {
-    in.get("bytes of an element");
-    in.get_signed("dtype");
-    in.get("change on the way");
-    in.get("keys that belong together");
-    const std::vector<int64_t> positions = get_positions(in);
+    const PairHead head = get_head(in);
     std::vector<std::pair<int64_t, MapFill>> of_key(in.get_count("boxes", 5));
     for (auto& [chunk, fill] : of_key) {
       chunk = static_cast<int64_t>(in.get("box of a tensor"));
       get_view(in, fill.dst, fill.sizes);
       fill.value = std::bit_cast<double>(in.get("value"));
     }
-    for (const int64_t position : positions) {
+    for (const int64_t position : head.positions) {
       for (const auto& [chunk, fill] : of_key) {
         fills.emplace_back(tensor_at(in, first_tensor, position) + chunk, fill);
       }
@@ -430,12 +444,7 @@ BoxTable expand_transfers(std::string_view bytes, const std::vector<int64_t>& fi
   std::map<int64_t, std::vector<bool>> are_changed;
   BoxTable table;
   while (in.num_left() > 0) {
-    const auto item_bytes = static_cast<int64_t>(in.get("bytes of an element"));
-    const int64_t cast_to = in.get_signed("dtype");
-    const bool is_changed = in.get_index("change on the way", 2) == 1;
-    const size_t keys_each = in.get("keys that belong together");
-    const std::vector<int64_t> positions = get_positions(in);
-    if (keys_each == 0 || positions.size() % keys_each != 0) in.fail("keys that belong together", "they are not");
+    const auto& [item_bytes, cast_to, is_changed, keys_each, positions] = get_head(in);
     std::vector<Box> boxes;
     const size_t num_boxes = in.get_count("boxes", 6);
     for (size_t index = 0; index < num_boxes; ++index) {

@@ -139,7 +139,7 @@ BoxElements elements_of(const Memory& memory, const BoxTable& table, int64_t ten
   for_each_index(sizes, [&](const Sizes& at) {
     Sizes local = view == nullptr ? plus(offsets, at) : view->view.offsets;
     for (size_t dim = 0; view != nullptr && dim < at.size(); ++dim) {
-      const Step& step = view->view.steps.at(dim);
+      const ViewStep& step = view->view.steps.at(dim);
       local.at(step.dim) += at[dim] * step.elements;
     }
     for (size_t dim = 0; dim < local.size(); ++dim) EXPECT_LT(local[dim], memory.shapes[found.tensor][dim]);

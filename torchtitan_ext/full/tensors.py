@@ -31,7 +31,6 @@ from torchtitan_ext.checkpoint.tables.key_table import (
 from torchtitan_ext.errors import Problem, argument_error, check_argument, refusal
 from torchtitan_ext.layout.dtensor import Describer, as_bytes, describes_itself, local_tensor, local_view
 from torchtitan_ext.layout.layout import (
-    Chunk,
     LayoutRules,
     LocalShard,
     ShardOrder,
@@ -43,6 +42,7 @@ from torchtitan_ext.layout.layout import (
     part_of_shard,
     row_major_position,
     shard_of,
+    shard_of_box,
 )
 from torchtitan_ext.layout.wrapper import dense_values
 from torchtitan_ext.ranks.exchange import (
@@ -289,7 +289,7 @@ def _gather_boxes(value: torch.Tensor) -> torch.Tensor:
     (replica,) = agreement.world.replicas(0)
     for held in replica.shards:
         offsets, sizes = held.boxes[0]
-        shard = LocalShard(sizes, (Chunk(offsets, sizes, (0,) * len(sizes)),))
+        shard = shard_of_box(offsets, sizes)
         for part in _parts(shard, part_elements):
             parts_of[held.ranks[0]].append(part)
             if held.ranks[0] == own:

@@ -52,6 +52,11 @@ class LocalShard(NamedTuple):
     chunks: tuple[Chunk, ...]
 
 
+def shard_of_box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> LocalShard:
+    """A local tensor that is one box of its global tensor."""
+    return LocalShard(sizes, (Chunk(offsets, sizes, (0,) * len(sizes)),))
+
+
 @dataclass(frozen=True)
 class MeshLayout:
     """A device mesh as plain values; ``ranks`` are global ranks in row-major order."""

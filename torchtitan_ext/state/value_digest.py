@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchtitan_ext import _core, ops
 from torchtitan_ext._core import ValueNode, hash_parts, qualified_name
 from torchtitan_ext.layout.dtensor import as_bytes, is_wrapper, local_tensor
-from torchtitan_ext.layout.layout import Chunk, LocalShard
+from torchtitan_ext.layout.layout import LocalShard, shard_of_box
 from torchtitan_ext.layout.wrapper import parts_of
 from torchtitan_ext.state.host_copies import host_copies
 
@@ -125,8 +125,7 @@ def bit_sums(tensors: Mapping[Key, torch.Tensor]) -> tuple[dict[Key, int], dict[
 
 def sum_box(elements: torch.Tensor, offsets: tuple[int, ...], global_shape: tuple[int, ...]) -> torch.Tensor:
     """The sum of one box of a global tensor (``ops.fingerprint_shard``): 0-d int64, on the device of its elements."""
-    sizes = tuple(elements.shape)
-    return sum_shard(elements, LocalShard(sizes, (Chunk(offsets, sizes, (0,) * len(sizes)),)), global_shape)
+    return sum_shard(elements, shard_of_box(offsets, tuple(elements.shape)), global_shape)
 
 
 def sum_shard(elements: torch.Tensor, shard: LocalShard, global_shape: tuple[int, ...]) -> torch.Tensor:

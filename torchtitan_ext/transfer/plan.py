@@ -191,7 +191,7 @@ class TransferPlan:
         }
 
     def describe(self) -> str:
-        """The same as text. Not collective."""
+        """``bytes_between`` as text, a line for each pair of ranks. Not collective."""
         lines = [f"{self._part.total_bytes:,} bytes in all"]
         for (sending, wanting), num_bytes in sorted(self.bytes_between.items()):
             to = "keeps" if sending == wanting else f"-> rank {wanting}:"
@@ -310,6 +310,7 @@ class TransferPlan:
         return exchange.bytes_to, exchange.bytes_from
 
     def _keep(self, run: _Run) -> None:
+        self._sent = None  # its memory is free before the new one is made
         self._sent = SentBoxes(self._sends.boxes, run.sources)
 
     def _finish(self, run: _Run) -> None:

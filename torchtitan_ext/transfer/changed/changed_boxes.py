@@ -21,7 +21,7 @@ from torch import Tensor
 from torchtitan_ext import _core, ops
 from torchtitan_ext.errors import Problem, named
 from torchtitan_ext.layout.dtensor import to_write
-from torchtitan_ext.layout.layout import Chunk, LocalShard, aligned, part_of_shard
+from torchtitan_ext.layout.layout import LocalShard, aligned, part_of_shard, shard_of_box
 from torchtitan_ext.transfer.changed.changes import Changes, differing_versions
 from torchtitan_ext.transfer.changed.kept import Found
 from torchtitan_ext.transfer.endpoint import Endpoint
@@ -243,7 +243,7 @@ def packed_changes(rows: Sequence[Row], changes: Changes | None) -> PackedChange
 
 
 def packed_found(found: Found, item_bytes: Sequence[int]) -> PackedChanges:
-    """The same of boxes that were compared one by one, as tensors of their own."""
+    """Of boxes that were compared one by one, as tensors of their own, what was found in each."""
     value_offsets = ops.change_offsets(item_bytes, found.counts)
     first_of = np.cumsum([0, *found.counts])
     positions, values = found.positions.numpy(), found.values.numpy()
@@ -279,7 +279,7 @@ def _sums_at(parts: Sequence[Tensor], positions: Tensor, counts: Sequence[int]) 
 def _shards_of(parts: Sequence[Tensor]) -> tuple[list[LocalShard], list[tuple[int, ...]]]:
     """Each box as a global tensor of its own, and as the only shard of it."""
     shapes = [tuple(part.shape) for part in parts]
-    return [LocalShard(sizes, (Chunk((0,) * len(sizes), sizes, (0,) * len(sizes)),)) for sizes in shapes], shapes
+    return [shard_of_box((0,) * len(sizes), sizes) for sizes in shapes], shapes
 
 
 def _bytes_of_peers(rows: Sequence[Row], headers: Sequence[Header], tensors: Sequence[Tensor]) -> dict[int, int]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from torchtitan_ext.layout.layout import Chunk, LocalShard
+from torchtitan_ext.layout.layout import shard_of_box
 from torchtitan_ext.transfer.changed.changed_boxes import PackedChanges, packed_found
 from torchtitan_ext.transfer.changed.changes import HeldTensor
 from torchtitan_ext.transfer.changed.kept import Found, KeptValues
@@ -67,5 +67,4 @@ class SentBoxes:
 
 
 def _whole_tensor(sizes: tuple[int, ...]) -> HeldTensor:
-    nowhere = (0,) * len(sizes)
-    return HeldTensor("", LocalShard(sizes, (Chunk(nowhere, sizes, nowhere),)), sizes, None)
+    return HeldTensor("", shard_of_box((0,) * len(sizes), sizes), sizes, None)
