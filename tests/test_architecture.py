@@ -48,15 +48,16 @@ INNER_ROWS = {
     ],
     "checkpoint": [{"tables"}, {"rules"}, {"planners"}, {"staging"}, {"operation"}, {"old_options"}, {""}],
     "transfer": [
-        {"copies", "key_sources"},
+        {"copies", "mapped"},
         {"endpoint", "meeting", "phases", "planning", "recover_report", "transport"},
         {"changed", "side"},
+        {"quantizer"},
         {"plan", "survivors"},
         {"recovery", "state_dicts"},
         {"dtensors"},
         {""},
     ],
-    "transforms": [{"rules"}, {"mapped", "models"}, {"mapped_reads", "weights"}, {"reader"}, {""}],
+    "transforms": [{"rules"}, {"block_scales", "models"}, {"mapped"}, {"mapped_reads", "weights"}, {"reader"}, {""}],
     "delta": [
         {"held", "saved_changes"},
         {"part_reads"},

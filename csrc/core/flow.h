@@ -48,6 +48,7 @@ struct Move {
   Sizes sizes;
   BoxView src;  // in the local tensor of each
   BoxView dst;
+  Sizes place;  // of a map where `dst` begins in the global tensor
 };
 
 // A part of a wanted box that nobody holds, wanted by all ranks of a demand.
@@ -87,7 +88,8 @@ struct MappedSupplies {
   std::vector<Supply> supplies;
 };
 
-// The same for a tensor that a map makes of others, of which the supplies hold each wanted element once.
+// The same for a tensor that a map makes of others, of which the supplies hold each wanted element once. What a map
+// without pieces makes is absent.
 Flow plan_mapped_flow(const TensorMap& map, std::span<const MappedSupplies> sources, std::span<const Demand> demands,
                       int64_t num_bytes, Loads& loads);
 

@@ -4,14 +4,15 @@ buckets, others through a buffer."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from torchtitan_ext import _core, ops
 from torchtitan_ext.errors import CheckpointReadError
-from torchtitan_ext.layout.dtensor import is_plain_memory, is_wrapper, may_overlap_itself
+from torchtitan_ext.layout.dtensor import is_plain_memory, is_wrapper, local_view, may_overlap_itself
 from torchtitan_ext.layout.layout import aligned
 from torchtitan_ext.state.host_copies import BUCKET_BYTES, row_major_boxes, takes_operators
 from torchtitan_ext.storage.native.device_buckets import IncomingBuckets
@@ -27,6 +28,30 @@ ReadInto = Callable[[Sequence[int], torch.Tensor], object]
 dtype or one to which the native reader casts that."""
 
 
+class BlockPart(NamedTuple):
+    """A part of a box, and the elements of which it is made.
+
+    Attributes:
+        inside, sizes: The part, in the box.
+        read_inside, read_sizes: The elements of all of its blocks, from the beginning of the box on: perhaps before it.
+    """
+
+    inside: tuple[int, ...]
+    sizes: tuple[int, ...]
+    read_inside: tuple[int, ...]
+    read_sizes: tuple[int, ...]
+
+
+class Blocks(Protocol):
+    """What is made of whole blocks of elements, as ``transforms.block_scales`` does."""
+
+    def parts(self, sizes: Sequence[int], max_elements: int) -> Iterable[BlockPart]:
+        """The parts of a box of these sizes."""
+
+    def made_of(self, part: BlockPart, elements: torch.Tensor) -> torch.Tensor:
+        """A part, of the elements of its blocks."""
+
+
 class Elements(NamedTuple):
     """The saved elements of a box.
 
@@ -34,11 +59,13 @@ class Elements(NamedTuple):
         dtypes: The dtypes that they have in turn: the saved one, then each to which they are cast.
         read_into: How they are read.
         scales: The dtype of what they are multiplied by, in float32, and how that is read.
+        blocks: What is made of them, where that needs whole blocks of them.
     """
 
     dtypes: Sequence[torch.dtype]
     read_into: ReadInto
     scales: tuple[torch.dtype, ReadInto] | None = None
+    blocks: Blocks | None = None
 
 
 def copy_values(fqn: str, target: torch.Tensor, values: torch.Tensor) -> None:
@@ -96,6 +123,8 @@ class Fills:
         Args:
             target: On any device, any strides; a subclass is filled by its ``copy_``.
         """
+        if elements.blocks is not None:
+            return self._add_blocks(fqn, target, elements, elements.blocks)
         if elements.scales is None and self._is_read_into(target, elements.dtypes):
             elements.read_into((0,) * target.dim(), target)
             self._written.append(target)
@@ -112,7 +141,21 @@ class Fills:
                 elements.scales[1](inside, scales)
                 self.num_bytes += scales.nbytes
             if buckets is None:
-                self._copies.append((fqn, part, place, scales, elements.dtypes[1:]))
+                convert = partial(converted, scales=scales, dtypes=elements.dtypes[1:], wanted=part.dtype)
+                self._copies.append((fqn, part, place, convert))
+
+    def _add_blocks(self, fqn: str, target: torch.Tensor, elements: Elements, blocks: Blocks) -> None:
+        item_bytes = elements.dtypes[0].itemsize
+        for part in blocks.parts(target.shape, BUFFER_BYTES // item_bytes):
+            sizes = torch.Size(part.read_sizes)
+            if self._used > 0 and self._used + sizes.numel() * item_bytes > BUFFER_BYTES:
+                self.read()
+            place = self._take(sizes, elements.dtypes[0])
+            elements.read_into(part.read_inside, place)
+            self.num_bytes += place.nbytes
+            self._copies.append(
+                (fqn, local_view(target, part.inside, part.sizes), place, partial(blocks.made_of, part))
+            )
 
     def read(self) -> None:
         """Fills all targets that were added.
@@ -128,8 +171,8 @@ class Fills:
             with torch.no_grad():
                 if self._buckets is not None:
                     self._buckets.send()
-                for fqn, target, values, scales, dtypes in self._copies:
-                    self._copy(fqn, target, converted(values, scales, dtypes, target.dtype))
+                for fqn, target, values, convert in self._copies:
+                    self._copy(fqn, target, convert(values))
             # Inference tensors count no versions.
             torch.autograd.graph.increment_version([one for one in self._written if not one.is_inference()])
         finally:
@@ -187,9 +230,8 @@ class Fills:
 
     def _forget(self) -> None:
         self._written: list[torch.Tensor] = []  # read into where they lie, unseen by autograd
-        self._copies: list[
-            tuple[str, torch.Tensor, torch.Tensor, torch.Tensor | None, Sequence[torch.dtype]]
-        ] = []  # with what was read
+        # With what was read, and what is made of it.
+        self._copies: list[tuple[str, torch.Tensor, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]] = []
         self._used = 0
         self.num_bytes = 0
 
