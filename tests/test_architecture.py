@@ -57,7 +57,7 @@ INNER_ROWS = {
         {"dtensors"},
         {""},
     ],
-    "transforms": [{"rules"}, {"block_scales", "models"}, {"mapped"}, {"mapped_reads", "weights"}, {"reader"}, {""}],
+    "transforms": [{"rules"}, {"block_scales", "ready"}, {"mapped"}, {"mapped_reads", "weights"}, {"reader"}, {""}],
     "delta": [
         {"held", "saved_changes"},
         {"part_reads"},

@@ -27,7 +27,7 @@ WITH_EXAMPLES = "".join((ROOT / "docs" / "use" / page).read_text() for page in P
 EXAMPLES = re.findall(r"```python\n# torchrun --nproc-per-node (\d+)\n(.*?)```", WITH_EXAMPLES, re.S)
 ROOMS = (
     *("", ".checkpoint", ".delta", ".elastic", ".errors", ".full", ".integrations", ".layout", ".metrics", ".ops"),
-    *(".runs", ".storage", ".sync", ".transfer", ".transforms", ".transforms.models", ".weights"),
+    *(".runs", ".storage", ".sync", ".transfer", ".transforms", ".weights"),
 )
 
 

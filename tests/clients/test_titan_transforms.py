@@ -10,21 +10,21 @@ import torch
 from models import differences
 
 import torchtitan_ext as tte
-from torchtitan_ext.transforms import Transform, models
+from torchtitan_ext.transforms import Transform, ready
 
 pytest.importorskip("torchtitan")
 
-LLAMA3 = models.torchtitan_llama3(num_heads=16, head_dim=16, dim=256)
+LLAMA3 = ready("torchtitan_llama3", num_heads=16, dim=256)
 CASES: dict[str, tuple[str, str, Transform]] = {
     "llama3": ("llama3", "debugmodel", LLAMA3),
     "llama3, fewer heads of keys": (
         "llama3",
         "8B",
-        models.torchtitan_llama3(num_heads=32, num_kv_heads=8, head_dim=128, dim=4096),
+        ready("torchtitan_llama3", num_heads=32, num_kv_heads=8, dim=4096),
     ),
-    "qwen3": ("qwen3", "debugmodel", models.torchtitan_qwen3(tied=True)),
-    "qwen3 with experts": ("qwen3", "debugmodel_moe", models.torchtitan_qwen3()),
-    "deepseek_v3": ("deepseek_v3", "debugmodel", models.torchtitan_deepseek_v3()),
+    "qwen3": ("qwen3", "debugmodel", ready("torchtitan_qwen3", tied=True)),
+    "qwen3 with experts": ("qwen3", "debugmodel_moe", ready("torchtitan_qwen3")),
+    "deepseek_v3": ("deepseek_v3", "debugmodel", ready("torchtitan_deepseek_v3")),
 }
 NUM_LAYERS = 2
 
@@ -93,7 +93,7 @@ def test_layers_of_multi_token_prediction_come_behind_the_others(tmp_path: Path)
         any(name.startswith("mtp_layers.1.moe.") for name in wanted)
         and f"model.layers.{num_layers + 1}.enorm.weight" in hub
     )
-    transform = models.torchtitan_deepseek_v3(num_layers=num_layers, num_mtp_layers=2)
+    transform = ready("torchtitan_deepseek_v3", mtp_layers=[num_layers, num_layers + 1])
     assert differences(through(wanted, tmp_path / "titan", transform.inverse(), hub), hub) == []
     hub |= {f"model.layers.{num_layers}.{name}.weight": torch.ones(3) for name in ("embed_tokens", "shared_head.head")}
     assert differences(through(hub, tmp_path / "hub", transform, wanted), wanted) == []
@@ -112,7 +112,7 @@ def test_fp8_weights_of_deepseek_are_scaled_on_the_way(tmp_path: Path) -> None:
         "layers.1.moe.routed_experts.inner_experts.w3_EFD": torch.stack([plain[name] for name in names]),
         "layers.1.attention.wo.weight": plain["model.layers.1.self_attn.o_proj.weight"],
     }
-    transform = models.torchtitan_deepseek_v3(dtype="float32")
+    transform = ready("torchtitan_deepseek_v3", dtype="float32")
     assert differences(through(hub, tmp_path, transform, wanted), wanted) == []
 
 
@@ -122,3 +122,24 @@ def test_a_layer_that_torchtitan_would_drop_is_refused(tmp_path: Path) -> None:
     tte.save({**hub, "model.layers.0.self_attn.q_proj.bias": torch.zeros(256)}, tmp_path, no_dist=True)
     with pytest.raises(tte.errors.TransformError, match=r"q_proj\.bias: no rule takes it"):
         tte.load(dict(state), tmp_path, transform=LLAMA3, no_dist=True)
+
+
+def test_a_trainer_of_torchtitan_has_the_names_of_vllm(tmp_path: Path) -> None:
+    """Straight from its own names, and by way of the hub's: equal bits, in memory and through files."""
+    adapter, state = adapter_and_state("qwen3", "debugmodel_moe")
+    state = {name: value for name, value in state.items() if not name.endswith("expert_bias_E")}  # not of the hub
+    hub = adapter.to_hf(dict(state))
+    rows = {name: hub[f"model.layers.0.self_attn.{name}_proj.weight"].shape[0] for name in "qk"}
+    vllm = ready("vllm_qwen3_moe", q_rows=rows["q"], kv_rows=rows["k"])
+    straight = ready("torchtitan_qwen3").inverse().then(vllm)
+    experts = [hub[f"model.layers.1.mlp.experts.{number}.down_proj.weight"] for number in range(8)]
+    w2 = "model.layers.1.mlp.experts.w2_weight"
+    like = {w2: torch.zeros(len(state["layers.1.moe.routed_experts.inner_experts.w2_EDF"]), *experts[0].shape)}
+    fused = "model.layers.0.self_attn.qkv_proj.weight"
+    like |= {fused: torch.zeros(rows["q"] + 2 * rows["k"], 64)}
+    like = {name: value.bfloat16() for name, value in like.items()}
+    by_hub, by_files = through(hub, tmp_path / "a", vllm, like), through(state, tmp_path / "b", straight, like)
+    in_memory = {name: torch.full_like(value, -1) for name, value in like.items()}
+    tte.reshard(state, in_memory, transform=straight)
+    assert differences(by_files, by_hub) == [] and differences(in_memory, by_hub) == []
+    assert torch.equal(by_hub[w2][: len(experts)], torch.stack(experts))

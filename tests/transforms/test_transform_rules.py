@@ -1,10 +1,13 @@
 """What a transform says: JSON, the way back, and refusals that name keys and boxes before anything is read."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from torchtitan_ext import _core, transforms
 from torchtitan_ext.errors import WrongValueError
-from torchtitan_ext.transforms import Rule, Transform, models
+from torchtitan_ext.transforms import Rule, Transform, ready, ready_models
 
 Sources = list[tuple[str, str, tuple[int, ...]]]
 
@@ -201,14 +204,39 @@ def test_elements_that_go_nowhere_or_twice_to_one_place_are_named() -> None:
 
 
 def test_layers_of_multi_token_prediction() -> None:
-    with pytest.raises(WrongValueError, match="got num_mtp_layers=1, expected num_layers beside it"):
-        models.torchtitan_deepseek_v3(num_mtp_layers=1)
     hub = [f"model.layers.{layer}.input_layernorm.weight" for layer in range(12)]
     hub += ["model.layers.11.shared_head.norm.weight", "model.layers.11.embed_tokens.weight", "model.norm.weight"]
-    transform = models.torchtitan_deepseek_v3(num_layers=11, num_mtp_layers=1)
+    transform = ready("torchtitan_deepseek_v3", mtp_layers=[11])
     titan = {*(f"layers.{layer}.attention_norm.weight" for layer in range(11)), "norm.weight"}
     titan |= {"mtp_layers.0.attention_norm.weight", "mtp_layers.0.mtp_norm.weight"}
     assert targets_of(transform, [(name, "bfloat16", (4,)) for name in hub]).keys() == titan
+
+
+@pytest.mark.parametrize("model", ready_models())
+def test_ready_transforms_need_their_parameters_and_no_others(model: str) -> None:
+    sizes = {"num_heads": 4, "dim": 8, "q_rows": 8, "kv_rows": 4, "q_a_rows": 8, "kv_a_rows": 4}
+    known = json.loads((Path(transforms.__file__).parent / "ready_models" / f"{model}.json").read_text())["parameters"]
+    needed = {name: sizes[name] for name, default in known.items() if default is None}
+    made = ready(model, **needed)
+    assert Transform.from_json(made.to_json()) == made
+    assert made.inverse().rules
+    with pytest.raises(WrongValueError, match=f"{model} knows no nothing; its parameters are: {', '.join(known)}"):
+        ready(model, **needed, nothing=1)
+    for name in needed:
+        with pytest.raises(WrongValueError, match=f"{model} lacks {name}"):
+            ready(model, **{other: size for other, size in needed.items() if other != name})
+
+
+def test_a_ready_transform_that_is_none() -> None:
+    with pytest.raises(WrongValueError, match="got 'llama', expected one of .*torchtitan_llama3, .*vllm_llama"):
+        ready("llama")
+
+
+def test_names_alone_are_short_in_json() -> None:
+    text = '{"rules": [{"rename": {"a.*": "b.*", "c": "d"}}, {"from": "e", "to": "f"}]}'
+    assert Transform.from_json(text) == Transform([Rule("a.*", "b.*"), Rule("c", "d"), Rule("e", "f")])
+    with pytest.raises(WrongValueError, match="got steps, expected rename"):
+        Transform.from_json('{"rules": [{"rename": {}, "steps": []}]}')
 
 
 def test_a_tied_tensor_may_go_to_several_targets() -> None:

@@ -21,7 +21,7 @@ from transformed_states import DIM, HEAD_DIM, HEADS, TRANSFORM, saved_state, wan
 import torchtitan_ext as tte
 from torchtitan_ext import transforms
 from torchtitan_ext.errors import StateRefusedError, TransformError, WrongValueError
-from torchtitan_ext.transforms import Rule, Transform, models
+from torchtitan_ext.transforms import Rule, Transform, ready
 
 WITHOUT_SCALES = [rule for rule in TRANSFORM.rules if not any("fp8" in name or name == "step" for name in rule.sources)]
 # Values of fp8 go as they are.
@@ -115,7 +115,7 @@ def test_casts_go_through_small_buffers(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_there_and_back_are_the_same_files(tmp_path: Path) -> None:
-    there = models.torchtitan_llama3(num_heads=HEADS, num_kv_heads=2, head_dim=HEAD_DIM, dim=DIM)
+    there = ready("torchtitan_llama3", num_heads=HEADS, num_kv_heads=2, dim=DIM)
     rows, kv_rows = HEADS * HEAD_DIM, 2 * HEAD_DIM
     shapes = {"self_attn.q_proj": (rows, DIM), "self_attn.k_proj": (kv_rows, DIM), "self_attn.v_proj": (kv_rows, DIM)}
     shapes |= {"self_attn.o_proj": (DIM, rows), "mlp.gate_proj": (30, DIM), "mlp.up_proj": (30, DIM)}

@@ -4,6 +4,7 @@
 a rank needs of it. The mapping and its proof are in ``csrc/core/tensor_map.h`` and ``csrc/core/transform.h``.
 """
 
+from torchtitan_ext.transforms.ready import ready, ready_models
 from torchtitan_ext.transforms.rules import (
     Rule,
     Step,
@@ -36,6 +37,8 @@ __all__ = [
     "permute",
     "place",
     "quantize",
+    "ready",
+    "ready_models",
     "reshape",
     "slice_dim",
     "split",

@@ -317,7 +317,9 @@ class Transform:
 
     @staticmethod
     def from_json(text: str) -> Transform:
-        """A transform from the text of ``to_json``; one stage may stand without ``stages``.
+        """A transform from the text of ``to_json``.
+
+        One stage may stand without ``stages``, and ``{"rename": {"a.*": "b.*"}}`` for a rule per name.
 
         Raises:
             WrongValueError: The text is no transform; says where.
@@ -364,6 +366,10 @@ def _of_stages(stages: Sequence[Transform]) -> Transform:
 def _stage_of(content: Mapping[str, Any]) -> Transform:
     rules = []
     for rule in content["rules"]:
+        if "rename" in rule:
+            rules += [Rule(source, target) for source, target in rule["rename"].items()]
+            _refuse_unknown(rule, ("rename",))
+            continue
         steps = [
             Step(step["op"], {name: step[name] for name in step if name != "op"}) for step in rule.get("steps", ())
         ]
