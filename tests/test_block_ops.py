@@ -147,3 +147,21 @@ def test_bad_outputs_are_refused() -> None:
         ops.quantize_blocks_([values], [part], factors, [])
     with pytest.raises(ValueError, match="rounded must be"):
         ops.quantize_blocks_([values], [part], factors, [fp8], rounded=torch.float64)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fp8", FP8)
+def test_each_float_becomes_the_fp8_that_torch_makes(device: str, fp8: str) -> None:
+    """All numbers of bfloat16 and float16, and those beside the middles between two of fp8."""
+    dtype = getattr(torch, fp8)
+    patterns = torch.arange(-(2**15), 2**15).to(torch.int16)
+    every = torch.cat([patterns.view(torch.bfloat16).float(), patterns.view(torch.float16).float()])
+    middles = torch.arange(256).to(torch.uint8).view(dtype).float()
+    middles = (middles[:-1] + middles[1:]) / 2
+    beside = (middles.view(torch.int32) + torch.arange(-2, 3).to(torch.int32).view(5, 1)).view(torch.float32)
+    values = torch.cat([every, middles, beside.flatten()])
+    values = values[values.isfinite()].to(device)
+    most = torch.finfo(dtype).max
+    out = torch.empty(values.shape, dtype=dtype, device=device)
+    ops.quantize_blocks_([values], [whole_part(tuple(values.shape), (1 << 20,))], torch.ones(1, device=device), [out])
+    assert torch.equal(out.view(torch.uint8), values.clamp(-most, most).to(dtype).view(torch.uint8))

@@ -7,7 +7,43 @@
 namespace torchtitan_ext::ops {
 namespace {
 
+// For machines with AVX2 the loops over elements are compiled once more.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define TTE_WIDE __attribute__((target_clones("avx2", "default")))
+#else
+#define TTE_WIDE
+#endif
+
 constexpr int64_t kGrainElements = int64_t{1} << 14;
+
+TTE_WIDE void round_to_bfloat16(float* values, int64_t count) {  // no NaNs
+  for (int64_t index = 0; index < count; ++index) {
+    const uint32_t bits = bits_of(values[index]);
+    values[index] = float_of((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
+  }
+}
+
+TTE_WIDE uint32_t largest_magnitude(const float* values, int64_t count) {
+  uint32_t most = 0;
+  for (int64_t index = 0; index < count; ++index) most = std::max(most, magnitude_bits(values[index]));
+  return most;
+}
+
+TTE_WIDE void multiply(float* values, int64_t count, float factor) {
+  for (int64_t index = 0; index < count; ++index) values[index] *= factor;
+}
+
+TTE_WIDE void divide(float* values, int64_t count, float factor) {
+  for (int64_t index = 0; index < count; ++index) values[index] /= factor;
+}
+
+TTE_WIDE void to_e4m3fn(const float* __restrict values, int64_t count, uint8_t* __restrict out) {
+  for (int64_t index = 0; index < count; ++index) out[index] = scaled_bits<false>(values[index]);
+}
+
+TTE_WIDE void to_e5m2(const float* __restrict values, int64_t count, uint8_t* __restrict out) {
+  for (int64_t index = 0; index < count; ++index) out[index] = scaled_bits<true>(values[index]);
+}
 
 // Calls `visit(block number, memory of the first element, stride, count, position of the first element in the part)` for
 // runs of elements of one block, of rows `begin` to `end` of the part: a row is its last loop.
@@ -74,6 +110,28 @@ void with_element(BlockDtype dtype, const Work& work) {
   work.template operator()<c10::Half>();
 }
 
+// Calls `work(values, count, position of the first)` for a run of elements, a few at a time.
+template <typename Element, typename Work>
+void in_floats(const Element* element, int64_t stride, int64_t count, BlockDtype rounded, const Work& work) {
+  constexpr int64_t kFew = 512;
+  float values[kFew];
+  for (int64_t from = 0; from < count; from += kFew) {
+    const int64_t few = std::min(kFew, count - from);
+    const Element* first = element + from * stride;
+    if (stride == 1) {
+      for (int64_t index = 0; index < few; ++index) values[index] = static_cast<float>(first[index]);
+    } else {
+      for (int64_t index = 0; index < few; ++index) values[index] = static_cast<float>(first[index * stride]);
+    }
+    if (rounded == BlockDtype::kBFloat16) {
+      round_to_bfloat16(values, few);
+    } else if (rounded == BlockDtype::kHalf) {
+      for (int64_t index = 0; index < few; ++index) values[index] = rounded_element(values[index], rounded);
+    }
+    work(values, few, from);
+  }
+}
+
 void raise_to(float& amax, uint32_t bits) {
   std::atomic_ref<uint32_t> shared(reinterpret_cast<uint32_t&>(amax));
   uint32_t before = shared.load(std::memory_order_relaxed);
@@ -87,10 +145,11 @@ void block_amax_cpu(const BlockedPart& part, BlockDtype dtype, BlockDtype rounde
   with_element(dtype, [&]<typename Element>() {
     visit_part<Element>(part, [&](int64_t number, const Element* element, int64_t stride, int64_t count, int64_t) {
       uint32_t most = 0;
-      for (int64_t index = 0; index < count; ++index) {
-        most = std::max(most, magnitude_bits(rounded_element(element[index * stride], rounded)));
-      }
-      raise_to(amax[number], most);
+      in_floats(element, stride, count, BlockDtype::kFloat, [&](const float* values, int64_t few, int64_t) {
+        most = std::max(most, largest_magnitude(values, few));
+      });
+      // The largest one rounded is the largest of the rounded ones.
+      raise_to(amax[number], magnitude_bits(rounded_element(float_of(most), rounded)));
     });
   });
 }
@@ -100,9 +159,10 @@ void quantize_blocks_cpu(const BlockedPart& part, BlockDtype dtype, BlockDtype r
   with_element(dtype, [&]<typename Element>() {
     visit_part<Element>(part, [&](int64_t number, const Element* element, int64_t stride, int64_t count, int64_t at) {
       const float factor = factors[number];
-      for (int64_t index = 0; index < count; ++index) {
-        out[at + index] = scaled_bits(rounded_element(element[index * stride], rounded), factor, scaling);
-      }
+      in_floats(element, stride, count, rounded, [&](float* values, int64_t few, int64_t from) {
+        (scaling.divides ? divide : multiply)(values, few, factor);
+        (scaling.is_e5m2 ? to_e5m2 : to_e4m3fn)(values, few, out + at + from);
+      });
     });
   });
 }

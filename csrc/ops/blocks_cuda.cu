@@ -60,7 +60,9 @@ __global__ void __launch_bounds__(kThreads) quantize(const __grid_constant__ Blo
   if (element >= part.num_elements) return;
   const Place place = place_of<Element>(part, element);
   const float value = rounded_element(*static_cast<const Element*>(place.memory), rounded);
-  out[element] = scaled_bits(value, factors[place.number], scaling);
+  const float factor = factors[place.number];
+  const float scaled = scaling.divides ? value / factor : value * factor;
+  out[element] = scaling.is_e5m2 ? scaled_bits<true>(scaled) : scaled_bits<false>(scaled);
 }
 
 template <typename Work>

@@ -19,6 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import torchtitan_ext as tte
 from torchtitan_ext.errors import WrongBaseError
+from torchtitan_ext.transforms import Rule, Transform
 
 pytest.importorskip(
     "vllm.distributed.weight_transfer", reason="vLLM is in no environment with the other clients", exc_type=ImportError
@@ -154,7 +155,7 @@ class Client:
             self.store.set(f"answer/{self.num_calls}/{worker}", answer)
 
 
-def train(rank: int, address: str, folder: Path) -> list[int]:
+def train(rank: int, address: str, folder: Path, *, has_other_names: bool) -> list[int]:
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
     from torchtitan_ext.integrations.vllm import StateSource, TrainerEngineInfo
@@ -163,20 +164,27 @@ def train(rank: int, address: str, folder: Path) -> list[int]:
         "gloo", store=dist.FileStore(str(folder / "trainer"), NUM_TRAINERS), rank=rank, world_size=NUM_TRAINERS
     )
     mesh = init_device_mesh("cpu", (NUM_TRAINERS,))
+    below, dtype = ("trained.", torch.float32) if has_other_names else ("", torch.bfloat16)
     state = {
-        name: tte.full.distribute_tensor(weight, mesh, [Replicate() if name == "norm.weight" else Shard(0)])
+        below + name: tte.full.distribute_tensor(
+            weight.to(dtype), mesh, [Replicate() if name == "norm.weight" else Shard(0)]
+        )
         for name, weight in weights_of(0).items()
     }
 
     def become(version: int) -> None:
         for name, weight in weights_of(version).items():
-            state[name].copy_(tte.full.distribute_tensor(weight, mesh, state[name].placements))
+            of_name = state[below + name]
+            of_name.copy_(tte.full.distribute_tensor(weight.to(dtype) * (1 + 2**-12), mesh, of_name.placements))
 
     client = Client(folder / "calls")
     info = TrainerEngineInfo(
         rank=rank, address=address, num_trainer_ranks=NUM_TRAINERS, num_workers=NUM_WORKERS, timeout_seconds=100
     )
     source = StateSource(state)
+    if has_other_names:
+        source = StateSource(state, transform=Transform([Rule("trained.**", "**")]), dtype=torch.bfloat16)
+    assert {of.dtype for of in source.metadata()} == {torch.bfloat16}
     assert [of.name for of in source.metadata()] == list(SHAPES)
     engine: Any = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
     bytes_sent = []
@@ -259,17 +267,23 @@ def generate(rank: int, address: str, folder: Path) -> None:
     parallel_state.destroy_distributed_environment()
 
 
-def trainer_and_workers(position: int, world_size: int, address: str, folder: Path) -> list[int] | None:
+def trainer_and_workers(
+    position: int, world_size: int, address: str, folder: Path, has_other_names: bool
+) -> list[int] | None:
     if position < NUM_TRAINERS:
-        return train(position, address, folder)
+        return train(position, address, folder, has_other_names=has_other_names)
     return generate(position - NUM_TRAINERS, address, folder)
 
 
-def test_a_trainer_fills_vllms_layers_and_then_sends_what_changed(run_world: Any, tmp_path: Path) -> None:
-    """Equal to what vLLM's own loaders put there; after an error all of it is sent again."""
+@pytest.mark.parametrize("has_other_names", [False, True])
+def test_a_trainer_fills_vllms_layers_and_then_sends_what_changed(
+    run_world: Any, tmp_path: Path, has_other_names: bool
+) -> None:
+    """Equal to what vLLM's own loaders put there, also of a trainer in fp32 with other names; after an error all of it
+    is sent again."""
     address = free_address()
     try:
-        results = run_world(4, trainer_and_workers, address, tmp_path, process_group=False)
+        results = run_world(4, trainer_and_workers, address, tmp_path, has_other_names, process_group=False)
     finally:
         for left in Path("/dev/shm").glob(f"generator-{address.rpartition(':')[2]}-*"):  # vLLM leaves it there
             left.unlink()

@@ -258,7 +258,8 @@ def load_padded(rank: int, world_size: int, path: Path, is_shared: bool) -> list
     mesh = init_device_mesh("cpu", (world_size,))
     wide = torch.zeros(16, 3, dtype=torch.float64)
     state = {"vocab": tte.full.distribute_tensor(wide, mesh, [Shard(0)])}
-    tte.load(state, path, transform=PADDED, share_reads=is_shared)
+    report = tte.load(state, path, transform=PADDED, share_reads=is_shared)
+    assert report.padded == ("vocab",) and "padded: vocab" in str(report)
     return differences(state, {"vocab": padded_vocabulary().double()})
 
 

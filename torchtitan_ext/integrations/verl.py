@@ -23,7 +23,6 @@ from verl.utils.net_utils import get_free_port
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS
-from torchtitan_ext.delta import Snapshot
 from torchtitan_ext.errors import WrongValueError
 from torchtitan_ext.transfer import TransferPlan, meet, plan_reshard
 from torchtitan_ext.transfer.phases import transfer_phases
@@ -57,7 +56,7 @@ class TransferCheckpointEngine(CheckpointEngine):
     _members: list[str]
     _plan: TransferPlan | None
     _described: list[_Weight]
-    _base: Snapshot | None
+    _has_sent: bool
     _version: int
 
     def __init__(
@@ -141,15 +140,10 @@ class TransferCheckpointEngine(CheckpointEngine):
     def _send(self, described: list[_Weight]) -> int:
         members, self._members = self._members, []
         plan = self._plan_for(self._agreed(described), is_source=True)
-        base, self._base = self._base, None
+        changed_only, self._has_sent = self._has_sent and self.deltas and plan.version is not None, False
         self._version += 1
-        if base is None or plan.version is None:
-            result = plan.run(version=self._version)
-            base = Snapshot(self._state, version=self._version) if self.deltas else None
-        else:
-            result = plan.run(changes=base.changes(version=self._version))
-            base.advance()
-        self._base, self._members = base, members
+        result = plan.run(version=self._version, changed_only=changed_only)
+        self._has_sent, self._members = True, members
         return result.bytes_sent
 
     def _receive(self) -> None:
@@ -171,16 +165,18 @@ class TransferCheckpointEngine(CheckpointEngine):
     def _plan_for(self, described: list[_Weight], *, is_source: bool) -> TransferPlan:
         """The plan of the last time, where these are the same weights. Collective."""
         if self._plan is None or described != self._described:
-            self._base = None
+            self._has_sent = False
             if not is_source:
                 self._state = {of.name: torch.empty(of.shape, dtype=of.dtype, device="cpu") for of in described}
             source, target = (self._state, None) if is_source else (None, self._state)
-            self._plan = plan_reshard(source, target, self._group, timeout_seconds=self.timeout_seconds)
+            self._plan = plan_reshard(
+                source, target, self._group, keep_sent=self.deltas, timeout_seconds=self.timeout_seconds
+            )
             self._described = described
         return self._plan
 
     def _forget(self) -> None:
         """Makes this worker one that has met nobody."""
         self._members, self._described = [], []
-        self._plan = self._base = None
+        self._plan, self._has_sent = None, False
         self._version = -1

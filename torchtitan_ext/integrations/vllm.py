@@ -41,12 +41,14 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS
-from torchtitan_ext.delta import SavedChanges, Snapshot
+from torchtitan_ext.checkpoint.rules.casts import CastPolicy
+from torchtitan_ext.delta import SavedChanges
 from torchtitan_ext.delta.part_reads import read_tensor
 from torchtitan_ext.errors import WrongValueError, check_argument
 from torchtitan_ext.integrations.vllm_targets import Wanted, live_targets
 from torchtitan_ext.storage.raw_tensor import DTYPES, dtype_name
 from torchtitan_ext.transfer import TransferPlan, TransferResult, meet, plan_reshard
+from torchtitan_ext.transforms import Transform
 
 BACKEND = "torchtitan_ext"
 """Under this name vLLM's factories know the engines, once this module is imported."""
@@ -58,30 +60,44 @@ class StateSource(WeightSource):
     """The weights of a trainer as they lie on its ranks.
 
     Args:
-        state: Tensors of any layout, under the names and in the dtypes that vLLM's model loads. An optimizer changes
-            them in place; the tensors stay the same.
+        state: Tensors of any layout. An optimizer changes them in place; the tensors stay the same.
+        transform: How they become the tensors that vLLM's model loads, such as ``ready("torchtitan_llama3",
+            ...).inverse()``; without one they have the names of these.
+        dtype: Of vLLM's floating-point tensors, such as ``torch.bfloat16`` below an fp32 trainer; by default that of
+            each tensor.
     """
 
-    def __init__(self, state: Mapping[str, Tensor]) -> None:
-        self.state = state
+    def __init__(
+        self, state: Mapping[str, Tensor], *, transform: Transform | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        self.state, self.transform, self.dtype = state, transform, dtype
 
     def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.state.items()]
+        loaded = {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in self.state.items()}
+        if self.transform is not None:
+            loaded = self.transform.targets(loaded)
+        return [ParamMeta(name, self._dtype_of(DTYPES[dtype]), shape) for name, (dtype, shape) in loaded.items()]
+
+    def _dtype_of(self, dtype: torch.dtype) -> torch.dtype:
+        return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        if self.transform is not None or self.dtype is not None:
+            raise WrongValueError(f"StateSource: transform= and dtype= are for the backend {BACKEND!r} alone")
         for name, tensor in self.state.items():
             yield name, materialize_full_tensor(tensor)
 
 
 @dataclass
 class GeneratorInitInfo(WeightTransferInitInfo):
-    """What the trainer tells each worker once: where they meet, and what will come."""
+    """What the trainer tells each worker once: where they meet, how they plan, and what will come."""
 
     address: str
     num_trainer_ranks: int
     num_workers: int
     group_backend: str
     timeout_seconds: float
+    plan: dict[str, Any]
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
@@ -101,7 +117,7 @@ class TrainerEngineInfo(TrainerInitInfo):
     Attributes:
         address: ``"host:port"``, on the host of trainer rank 0, which starts a store there.
         num_trainer_ranks, num_workers: Of the trainer; of vLLM, over all its replicas (data times tensor parallel).
-        deltas: Whether only what changed is sent after the first time. Takes a copy of the weights in host memory.
+        deltas: Whether only what changed is sent after the first time. Takes a copy of what is sent in host memory.
         group: The trainer's ranks; the default group if left out.
         group_backend: As in ``transfer.meet``.
         timeout_seconds: How long ranks wait for each other.
@@ -159,7 +175,7 @@ class GeneratorEngine(WeightTransferEngine[GeneratorInitInfo, GeneratorUpdateInf
             timeout_seconds=init_info.timeout_seconds,
         )
         target = {**filled, **self.whole}
-        self.plan = plan_reshard(None, target, group, timeout_seconds=init_info.timeout_seconds)
+        self.plan = _planned(None, target, group, init_info.plan, init_info.timeout_seconds)
 
     def start_weight_update(self) -> None:
         """Nothing: weights are changed in place."""
@@ -192,9 +208,8 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerEngineInfo]):
 
     plan: TransferPlan
     _info: TrainerEngineInfo
-    _state: Mapping[str, Tensor]
-    _base: Snapshot | None = None
     _version = -1
+    _has_sent = False
 
     @classmethod
     def trainer_init(
@@ -203,7 +218,7 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerEngineInfo]):
         check_argument("trainer_init", "source", source, StateSource, "a StateSource")
         assert isinstance(source, StateSource)
         engine = cls(client=client, source=source, is_sender=init_info.is_sender)
-        engine._info, engine._state = init_info, source.state
+        engine._info = init_info
         timeout_seconds = init_info.timeout_seconds
         with engine._while_workers(client.init_weight_transfer_engine, engine._info_of_workers(source)):
             group = meet(
@@ -214,7 +229,7 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerEngineInfo]):
                 backend=init_info.group_backend,
                 timeout_seconds=timeout_seconds,
             )
-            engine.plan = plan_reshard(source.state, None, group, timeout_seconds=timeout_seconds)
+            engine.plan = _planned(source.state, None, group, engine._options_of(source), timeout_seconds)
         return engine
 
     def send_weights(self, version: int | None = None) -> TransferResult:
@@ -229,24 +244,22 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerEngineInfo]):
             StateRefusedError, TransferFailedError, LostRankError: As ``TransferPlan.run``.
         """
         version = self._version + 1 if version is None else version
-        base, self._base = self._base, None
-        changes = None if base is None else base.changes(version=version)
+        changed_only, self._has_sent = self._has_sent and self._info.deltas, False
         if self.is_sender:
             self.client.start_weight_update()
         with self._while_workers(self.client.update_weights, asdict(GeneratorUpdateInfo(version))):
-            result = self.plan.run(version=version) if changes is None else self.plan.run(changes=changes)
+            result = self.plan.run(version=version, changed_only=changed_only)
         if self.is_sender:
             self.client.finish_weight_update()
-        if base is not None:
-            base.advance()
-        elif self._info.deltas:
-            seconds = self._info.timeout_seconds
-            base = Snapshot(self._state, version=version, group=self._info.group, timeout_seconds=seconds)
-        self._base, self._version = base, version
+        self._has_sent, self._version = True, version
         return result
 
     def shutdown(self) -> None:
-        self._base = None
+        self._has_sent = False
+
+    def _options_of(self, source: StateSource) -> dict[str, Any]:
+        transform = None if source.transform is None else source.transform.to_json()
+        return {"transform": transform, "casts": source.dtype is not None, "keep_sent": self._info.deltas}
 
     def _info_of_workers(self, source: StateSource) -> dict[str, Any]:
         metadata = source.metadata()
@@ -257,6 +270,7 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerEngineInfo]):
                 num_workers=self._info.num_workers,
                 group_backend=self._info.group_backend,
                 timeout_seconds=self._info.timeout_seconds,
+                plan=self._options_of(source),
                 names=[of.name for of in metadata],
                 dtype_names=[dtype_name(of.dtype) for of in metadata],
                 shapes=[list(of.shape) for of in metadata],
@@ -281,6 +295,22 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerEngineInfo]):
             called.result()
         finally:
             executor.shutdown(wait=False)
+
+
+def _planned(
+    source: Mapping[str, Tensor] | None,
+    target: Mapping[str, Any] | None,
+    group: dist.ProcessGroup,
+    options: Mapping[str, Any],
+    timeout_seconds: float,
+) -> TransferPlan:
+    """``options`` are the same on both sides, and plain enough for JSON."""
+    transform = None if options["transform"] is None else Transform.from_json(options["transform"])
+    cast: CastPolicy = "allow" if options["casts"] else "exact"
+    keep_sent = options["keep_sent"]
+    return plan_reshard(
+        source, target, group, transform=transform, cast=cast, keep_sent=keep_sent, timeout_seconds=timeout_seconds
+    )
 
 
 def weight_patches(changes: SavedChanges, device: torch.device | str = "cpu") -> list[SparseWeightPatch]:

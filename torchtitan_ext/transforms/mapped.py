@@ -64,6 +64,10 @@ class MappedState:
         """The targets with elements that are not whole tensors of the checkpoint under another name."""
         return [fqn for fqn, target in self._targets.items() if self.kept_name(fqn) is None and 0 not in target.shape]
 
+    def padded_tensors(self) -> list[str]:
+        """The targets with elements that come from nowhere."""
+        return [fqn for fqn, target in self._targets.items() if target.values.has_fills]
+
     def source_indices(self, fqn: str) -> Iterator[MetadataIndex]:
         """The saved chunks of the keys of ``source_names``, or the saved value."""
         for source in self._sources_of(fqn):

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from torchtitan_ext.errors import WrongValueError, check_argument, described
+from torchtitan_ext import _core
+from torchtitan_ext.errors import Problem, WrongValueError, check_argument, described, refusal
 from torchtitan_ext.storage.element_types import ITEM_BYTES
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
@@ -295,6 +296,19 @@ class Transform:
         rules = [replace(rule, targets=[target + name for name in rule.targets]) for rule in stages[last].rules]
         stages[last] = Transform(rules, stages[last].drop)
         return _of_stages(stages)
+
+    def targets(self, sources: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The dtypes and shapes of what it makes of tensors, whose dtypes (``"bfloat16"``) and shapes are given.
+
+        Raises:
+            TransformError: It does not fit them; all problems.
+        """
+        tensors = [(name, dtype, tuple(shape)) for name, (dtype, shape) in sources.items()]
+        resolved = _core.resolve_transform(self.encoded(), tensors)
+        if resolved.problems:
+            problems = [Problem("wrong_transform", key, detail) for key, detail in resolved.problems]
+            raise refusal("transform", problems)
+        return {one.name: (one.dtypes[-1], one.shape) for one in resolved.targets}
 
     def to_json(self) -> str:
         """The transform as text, which ``from_json`` reads."""

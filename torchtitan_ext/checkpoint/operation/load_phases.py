@@ -128,7 +128,9 @@ def load_state_dict(job: LoadJob) -> LoadReport:
     report = _joined([(one.opened.name, one.report) for one in planned], job.policy)
     if report is None:
         report = LoadReport(saved_world(opened[0].metadata), world_of(components.values, job.phases.size), ())
-    report = replace(report, proof=proof, sharing=sharing)
+    mapped = [one.reader.mapped for one in opened if isinstance(one.reader, MappedReader)]
+    padded = tuple(fqn for of_source in mapped for fqn in of_source.padded_tensors())
+    report = replace(report, proof=proof, sharing=sharing, padded=padded)
     if isinstance(job.planner, LoadPlanner):
         job.planner.report = report
     return report

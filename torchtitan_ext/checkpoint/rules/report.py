@@ -129,6 +129,7 @@ class LoadReport:
         remedy_policy: The policy under which the load would succeed, where there is one.
         proof: What was compared with the fingerprints of the save, if the load was told to prove.
         sharing: How ranks got what several of them want, where they were to share it (``share_reads``).
+        padded: What transforms make with elements that no checkpoint has (``transforms.pad``).
     """
 
     old: World
@@ -142,6 +143,7 @@ class LoadReport:
     proof: LoadProof | None = None
     sharing: ReadSharing | None = None
     tied: Mapping[str, str] = field(default_factory=dict)
+    padded: tuple[str, ...] = ()
 
     @property
     def remedy(self) -> str:
@@ -178,6 +180,7 @@ class LoadReport:
                 lines.append(f"  {title}: {named(keys)}")
         if self.tied:
             lines.append(f"  tied: {named([f'{fqn} is {first}' for fqn, first in self.tied.items()])}")
+        lines += [f"  padded: {named(self.padded)}"] if self.padded else []
         lines += [] if self.proof is None else [f"  {line}" for line in str(self.proof).splitlines()]
         lines += [] if self.sharing is None else [f"  {self.sharing}"]
         return "\n".join(lines)
