@@ -9,6 +9,7 @@ A block may lie on several ranks, each of which sees a part of it. The numbers o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from math import prod
 from typing import NamedTuple
@@ -59,32 +60,15 @@ class Quantizer:
         for arithmetic, keys, starts in self._batches():
             amax = torch.zeros(sum(prod(key.grid) for key in keys), dtype=torch.float32, device=device)
             parts = list(self._parts(keys, starts))
-            rounded = arithmetic.rounded
-
-            def find(amax: Tensor = amax, parts: Sequence[_Part] = parts, rounded: torch.dtype = rounded) -> None:
-                with torch.no_grad():
-                    ops.block_amax_(
-                        [part.held for part in parts], [part.place for part in parts], amax, rounded=rounded
-                    )
-
+            find = partial(_find_amax, parts, amax, arithmetic)
             phases.on_all("quantize", find, doing="ranks looked for the largest elements")
             phases.largest("quantize", amax, doing="ranks agreed on the largest elements")
-            factors, scales = arithmetic.scales(amax)
-            if not amax.isfinite().all():
-                wrong += [
-                    key.values for key in keys if not amax[starts[key.number] :][: prod(key.grid)].isfinite().all()
-                ]
+            not_finite = ~amax.isfinite()
+            if not_finite.any():
+                wrong += [key.values for key in keys if not_finite[starts[key.number] :][: prod(key.grid)].any()]
                 continue
-            with torch.no_grad():
-                ops.quantize_blocks_(
-                    [part.held for part in parts],
-                    [part.place for part in parts],
-                    factors,
-                    [part.sent for part in parts],
-                    rounded=rounded,
-                    divides=arithmetic.divides,
-                )
-            self._keep(keys, starts, scales)
+            fill = partial(self._fill, keys, starts, parts, arithmetic, amax)
+            phases.on_all("quantize", fill, doing="ranks quantised what they send")
         if wrong:
             raise refusal(operation, [Problem("unsupported_tensor", fqn, NOT_FINITE) for fqn in sorted(wrong)])
 
@@ -117,7 +101,19 @@ class Quantizer:
             for held, (first, _, steps), sent in self._sends.quantized.get(key.number, ()):
                 yield _Part(held, ops.BlockPart(starts[key.number], key.block, strides, first, steps), sent)
 
-    def _keep(self, keys: Sequence[QuantizedKey], starts: Mapping[int, int], scales: Tensor) -> None:
+    def _fill(
+        self,
+        keys: Sequence[QuantizedKey],
+        starts: Mapping[int, int],
+        parts: Sequence[_Part],
+        arithmetic: Arithmetic,
+        amax: Tensor,
+    ) -> None:
+        """Makes what is sent of these keys, and keeps what this rank holds of their scales."""
+        factors, scales = arithmetic.scales(amax)
+        held, places, sent = [one.held for one in parts], [one.place for one in parts], [one.sent for one in parts]
+        with torch.no_grad():
+            ops.quantize_blocks_(held, places, factors, sent, rounded=arithmetic.rounded, divides=arithmetic.divides)
         for key in keys:
             for tensor, box in self._boxes.get(key.scales, ()):
                 grid = scales[starts[key.number] :][: prod(key.grid)].view(key.grid)
@@ -130,3 +126,9 @@ class _Part(NamedTuple):
     held: Tensor
     place: ops.BlockPart
     sent: Tensor
+
+
+def _find_amax(parts: Sequence[_Part], amax: Tensor, arithmetic: Arithmetic) -> None:
+    with torch.no_grad():
+        held, places = [part.held for part in parts], [part.place for part in parts]
+        ops.block_amax_(held, places, amax, rounded=arithmetic.rounded)

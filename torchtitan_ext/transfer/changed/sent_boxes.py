@@ -50,7 +50,8 @@ class SentBoxes:
         for kept, batch in zip(self._kept, self._batches(sources), strict=True):
             self._found.append(kept.find(batch))
             packed.extend(packed_found(self._found[-1], [box.itemsize for box in batch]))
-        return PackedChanges(*([of_rows[number] for number in self._kept_as] for of_rows in packed))
+        headers, data = packed
+        return PackedChanges([headers[at] for at in self._kept_as], [data[at] for at in self._kept_as])
 
     def advance(self) -> None:
         """What ``find`` has found is what was sent."""
