@@ -4,7 +4,8 @@
 
 Prints a table per workload and writes results/reshard_<machine>.json. Every ratio is to the limit: one
 `all_to_all_single` of as many bytes between every two ranks, from one flat warm buffer into another, packed before and
-never unpacked. Where both layouts are DTensors', whole reshards take part: ours with a kept plan and without, and what
+never unpacked. The last table is the first one again, over a link of 1 Gbit/s for all ranks together, where this process
+may limit one (`limited_link.py`). Where both layouts are DTensors', whole reshards take part: ours with a kept plan and without, and what
 PyTorch has, of which some make new tensors.
 
 A time is the slowest rank's. The contenders take turns, round by round, and a ratio is the median over rounds of time
@@ -27,6 +28,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from bench_sync import Contenders, compare
+from limited_link import enter_namespace, limit_all
 from result_file import write_results
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -327,8 +329,11 @@ def quantised_by_hand(made: Tensor) -> Tensor:
 
 FUSED = FusedGenerator(512, 1152, LAYERS)
 
+FUSED_NAME = "564 MB in 350, fp32 rows of 4 -> fused bf16 of 2"
+OVER_LINK = "over 1 Gbit/s"
+
 WORKLOADS: dict[str, Workload | FusedGenerator] = {
-    "564 MB in 350, fp32 rows of 4 -> fused bf16 of 2": FUSED,
+    FUSED_NAME: FUSED,
     "341 MB in 300, rows of 4 -> columns of 4": Workload(SHAPES, rows(4), columns(4), (4,), (Shard(1),)),
     "341 MB in 300, rows of 4 -> FSDP 2 x TP 2": Workload(
         SHAPES, rows(4), rows_and_columns, (2, 2), (Shard(0), Shard(1))
@@ -345,7 +350,8 @@ def run_rank(rank: int, folder: str, num_rounds: int, wanted: str) -> None:
     torch.set_num_threads(1)  # The ranks share this machine's cores.
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD_SIZE)
     results: dict[str, Any] = {}
-    for name, workload in WORKLOADS.items():
+    workloads = {f"{OVER_LINK}, {FUSED_NAME}": FUSED} if wanted == OVER_LINK else WORKLOADS
+    for name, workload in workloads.items():
         if wanted not in name:
             continue
         results[name] = compare(workload.contenders(folder), num_rounds)
@@ -373,8 +379,17 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         arguments = (folder, options.rounds, options.only)
-        mp.start_processes(run_rank, arguments, nprocs=WORLD_SIZE, start_method="forkserver")
-        results = torch.load(Path(folder, "results"))
+        results = {}
+        if options.only != OVER_LINK:
+            mp.start_processes(run_rank, arguments, nprocs=WORLD_SIZE, start_method="forkserver")
+            results = torch.load(Path(folder, "results"))
+        if options.only in ("", OVER_LINK):
+            enter_namespace()
+            limit_all(1000)
+            Path(folder, "rendezvous").unlink(missing_ok=True)
+            arguments = (folder, 3, OVER_LINK)
+            mp.start_processes(run_rank, arguments, nprocs=WORLD_SIZE, start_method="spawn")
+            results |= torch.load(Path(folder, "results"))
     if options.only:
         return
     sizes = {"backend": "gloo", "processes": WORLD_SIZE, "rounds": options.rounds}

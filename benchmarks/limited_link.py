@@ -25,6 +25,13 @@ def enter_namespace() -> None:
     _run("ip link set lo up")
 
 
+def limit_all(megabits: int) -> None:
+    """Limits all that goes from 127.0.0.1 to it: what all processes of the namespace send, together."""
+    rate = f"{megabits}mbit"
+    _run("tc qdisc add dev lo root handle 1: htb default 1")
+    _run(f"tc class add dev lo parent 1: classid 1:1 htb rate {rate} ceil {rate} burst {_BURST} cburst {_BURST}")
+
+
 def limit_port(port: int, megabits: int) -> None:
     """Limits what goes to a port of 127.0.0.1, and what comes from it, in place of an earlier limit."""
     subprocess.run(["tc", "qdisc", "del", "dev", "lo", "root"], stderr=subprocess.DEVNULL, check=False)
