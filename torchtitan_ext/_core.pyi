@@ -49,6 +49,53 @@ def format_placements(placements: Sequence[tuple[int, int]]) -> str:
     """Placements in DTensor's words."""
 
 def format_mesh(shape: Sequence[int], names: Sequence[str] | None) -> str: ...
+
+class FlatBox:
+    """A box of a tensor in a flat partition: see csrc/core/flat_partitions.h."""
+
+    @property
+    def offsets(self) -> _Sizes: ...
+    @property
+    def sizes(self) -> _Sizes: ...
+    @property
+    def partition(self) -> int: ...
+    @property
+    def position(self) -> int: ...
+
+def joined_boxes(shapes: Sequence[Sequence[int]], gaps: Sequence[int], lengths: Sequence[int]) -> list[list[FlatBox]]:
+    """The boxes of each tensor where partitions of these lengths, joined, hold one tensor behind the other."""
+
+def dealt_boxes(shapes: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[FlatBox]]:
+    """The boxes of each tensor where each partition holds an equal part of each tensor in turn."""
+
+class TruePlace:
+    """A box of a tensor and who has it: see csrc/core/noted_parts.h."""
+
+    @property
+    def offsets(self) -> _Sizes: ...
+    @property
+    def sizes(self) -> _Sizes: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def part(self) -> int: ...
+
+class TruePlaces:
+    """The boxes of a tensor that was cut in one way; else none."""
+
+    @property
+    def num_ways(self) -> int: ...
+    @property
+    def places(self) -> list[TruePlace]: ...
+
+def find_true_places(
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    choices: Sequence[Sequence[int]],
+    parts: Sequence[tuple[int, Sequence[int], Sequence[int], Sequence[int]]],
+) -> TruePlaces:
+    """Where the parts of a tensor truly are; each has a rank, offsets and sizes as noted, and sizes as written."""
+
 def cover_defect(global_shape: Sequence[int], boxes: Sequence[_Box]) -> str | None:
     """Why boxes do not hold every element of a tensor once, in words that follow "the chunks"; ``None`` if they do."""
 

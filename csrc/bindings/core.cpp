@@ -27,8 +27,10 @@
 #include "core/boxes.h"
 #include "core/chunk.h"
 #include "core/cover.h"
+#include "core/flat_partitions.h"
 #include "core/flat_parts.h"
 #include "core/memory.h"
+#include "core/noted_parts.h"
 #include "core/option_gaps.h"
 #include "core/problems.h"
 #include "core/shard_layout.h"
@@ -66,6 +68,16 @@ py::list all_shards_py(const Sizes& global_shape, const Sizes& mesh_shape, const
   py::list shards;
   for (const Shard& shard : all_shards({global_shape, mesh_shape, to_steps(steps)})) shards.append(to_shard(shard));
   return shards;
+}
+
+using NotedTuple = std::tuple<int64_t, Sizes, Sizes, Sizes>;  // rank; offsets, sizes as noted; sizes as written
+
+TruePlaces find_true_places_py(const Sizes& shape, const Sizes& mesh_shape,
+                               const std::vector<std::vector<int64_t>>& choices,
+                               const std::vector<NotedTuple>& tuples) {
+  std::vector<NotedPart> parts;
+  for (const auto& [rank, offsets, sizes, written] : tuples) parts.push_back({rank, offsets, sizes, written});
+  return find_true_places(shape, mesh_shape, choices, parts);
 }
 
 py::list candidate_steps_py(const std::vector<PlacementTuple>& placements, const Sizes& mesh_shape,
@@ -169,6 +181,31 @@ PYBIND11_MODULE(_core, module) {
       "Layouts, cover and plans over plain values, and files; see csrc/core and csrc/storage for the definitions.";
   module.def("why_no_part", &why_no_part_py, py::arg("offset"), py::arg("num_bytes"), py::arg("item_bytes"),
              py::arg("sizes"), py::arg("buffer_bytes"));
+  py::class_<FlatBox>(module, "FlatBox", "A box of a tensor in a flat partition: see csrc/core/flat_partitions.h.")
+      .def_property_readonly("offsets", [](const FlatBox& box) { return to_tuple(box.offsets); })
+      .def_property_readonly("sizes", [](const FlatBox& box) { return to_tuple(box.sizes); })
+      .def_readonly("partition", &FlatBox::partition)
+      .def_readonly("position", &FlatBox::position);
+  module.def(
+      "joined_boxes",
+      [](const std::vector<Sizes>& shapes, const Sizes& gaps, const Sizes& lengths) {
+        return joined_boxes(shapes, gaps, lengths);
+      },
+      py::arg("shapes"), py::arg("gaps"), py::arg("lengths"));
+  module.def(
+      "dealt_boxes",
+      [](const std::vector<Sizes>& shapes, const Sizes& lengths) { return dealt_boxes(shapes, lengths); },
+      py::arg("shapes"), py::arg("lengths"));
+  py::class_<TruePlace>(module, "TruePlace", "A box of a tensor and who has it: see csrc/core/noted_parts.h.")
+      .def_property_readonly("offsets", [](const TruePlace& place) { return to_tuple(place.offsets); })
+      .def_property_readonly("sizes", [](const TruePlace& place) { return to_tuple(place.sizes); })
+      .def_readonly("rank", &TruePlace::rank)
+      .def_readonly("part", &TruePlace::part);
+  py::class_<TruePlaces>(module, "TruePlaces", "The boxes of a tensor that was cut in one way; else none.")
+      .def_readonly("num_ways", &TruePlaces::num_ways)
+      .def_readonly("places", &TruePlaces::places);
+  module.def("find_true_places", &find_true_places_py, py::arg("shape"), py::arg("mesh_shape"), py::arg("choices"),
+             py::arg("parts"));
   module.def("read_placements", &read_placements_py, py::arg("placements"), py::arg("mesh_shape"), py::arg("reading"));
   module.def("shard_at", &shard_at_py, py::arg("global_shape"), py::arg("mesh_shape"), py::arg("steps"),
              py::arg("coordinate"));

@@ -35,6 +35,7 @@ _SUMMARY_OF = {
     "diff": "What two checkpoints differ in.",
     "reshard": "Write a checkpoint as another mesh would save it.",
     "convert": "Write a checkpoint in another format.",
+    "rescue": "Write anew what stock has described wrongly.",
     "merge": "Write the weighted mean of several checkpoints.",
     "doctor": "What to put into a bug report: versions, libraries, CUDA, gloo, disk, a save.",
 }

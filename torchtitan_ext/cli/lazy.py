@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torchtitan_ext.offline.compare import fingerprints as fingerprints
     from torchtitan_ext.offline.compare import measure as measure
     from torchtitan_ext.offline.dry_run import run as run
+    from torchtitan_ext.offline.foreign import misdescribed as misdescribed
     from torchtitan_ext.offline.rewrite import convert as convert
     from torchtitan_ext.offline.rewrite import merge as merge
     from torchtitan_ext.offline.rewrite import reshard as reshard
@@ -37,6 +38,7 @@ _MODULES = (
     "offline.compare.fingerprints",
     "offline.compare.measure",
     "offline.dry_run.run",
+    "offline.foreign.misdescribed",
     "offline.rewrite.convert",
     "offline.rewrite.merge",
     "offline.rewrite.reshard",
