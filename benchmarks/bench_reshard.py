@@ -4,9 +4,9 @@
 
 Prints a table per workload and writes results/reshard_<machine>.json. Every ratio is to the limit: one
 `all_to_all_single` of as many bytes between every two ranks, from one flat warm buffer into another, packed before and
-never unpacked. The last table is the first one again, over a link of 1 Gbit/s for all ranks together, where this process
-may limit one (`limited_link.py`). Where both layouts are DTensors', whole reshards take part: ours with a kept plan and without, and what
-PyTorch has, of which some make new tensors.
+never unpacked. The last table is the first one again, over a link of 1 Gbit/s for all ranks together
+(`limited_link.py`). Where both layouts are DTensors', whole reshards take part: ours with a kept plan and without, and
+what PyTorch has, of which some make new tensors.
 
 A time is the slowest rank's. The contenders take turns, round by round, and a ratio is the median over rounds of time
 over the limit's time in the same round: what else the machine does hits all alike. Memory is the growth of the largest
