@@ -14,6 +14,8 @@ from torchtitan_ext.checkpoint.staging import child_process
 
 # Libraries of Hugging Face ask their hub otherwise, and wait for it where there is no network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Ray tells its makers what is used otherwise.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 

@@ -142,7 +142,7 @@ WITHOUT_LIBRARIES = """
 import runpy, sys
 class NoLibraries:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("accelerate", "lightning", "peft", "torchao", "torchtitan", "transformers"):
+        if name.split(".")[0] in ("accelerate", "lightning", "peft", "ray", "torchao", "torchtitan", "transformers"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, NoLibraries())
 runpy.run_path(sys.argv[1])
