@@ -3,9 +3,9 @@
     --override.imports torchtitan_ext.integrations.torchtitan.elastic_checkpoint \
                        'torchtitan_ext.integrations.torchtitan.elastic_data={"num_shards": 48}'
 
-The first saves and loads with this package; the second reads the text data by virtual shards, from where torchtitan's
-own data loader stood if need be. Needs torchtitan 0.3.0, whose ``config/override.py`` says what an override is; nothing
-here imports it. torchtitan's main has other data loaders: with it the first override alone is there.
+The first saves and loads with this package; the second reads the data by virtual shards, from where torchtitan's own
+data loader stood if need be. Needs torchtitan 0.3.0, whose ``config/override.py`` says what an override is, or its main
+since revision b5bcd76c, whose data loaders are others; nothing here imports it.
 """
 
 from __future__ import annotations
@@ -69,25 +69,20 @@ if find_spec("torchtitan.components.dataloader") is not None:  # the data loader
     from torchtitan_ext.integrations.torchtitan_text_data import ElasticTextDataLoader, elastic_data
 
     __all__ = ["ElasticCheckpointManager", "ElasticTextDataLoader", "elastic_checkpoint", "elastic_data"]
-    _TEXT_LOADERS: tuple[type, ...] = (ElasticTextDataLoader, HuggingFaceTextDataLoader)
-    # torchtitan knows an override by its module, which the command line names.
-    elastic_data.__module__ = __name__
-    override(target=HuggingFaceTextDataLoader.Config, exact=True, fqns=["dataloader"], description="data by shards")(
-        elastic_data
-    )
-else:
-    _TEXT_LOADERS = ()
+    _LOADERS: tuple[Any, ...] = (ElasticTextDataLoader, HuggingFaceTextDataLoader)
+    _SPLITS_SHARDS = True
+else:  # those of main
+    from torchtitan.components.data.loader import GrainDataLoader
 
-    def __getattr__(name: str) -> Any:
-        """Says to whom asks for ``elastic_data`` why this torchtitan does without."""
-        if name in ("elastic_data", "ElasticTextDataLoader"):
-            raise ImportError(
-                f"torchtitan_ext.integrations.torchtitan has no {name} with this torchtitan, whose data loaders are "
-                "others than those of 0.3.0; elastic_checkpoint is there, and its data go on with as many "
-                "data-parallel ranks as saved"
-            )
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from torchtitan_ext.integrations.torchtitan_grain_data import ElasticGrainDataLoader, elastic_data
 
+    __all__ = ["ElasticCheckpointManager", "ElasticGrainDataLoader", "elastic_checkpoint", "elastic_data"]
+    _LOADERS = (ElasticGrainDataLoader, GrainDataLoader)
+    _SPLITS_SHARDS = False
+
+# torchtitan knows an override by its module, which the command line names.
+elastic_data.__module__ = __name__
+override(target=_LOADERS[1].Config, exact=True, fqns=["dataloader"], description="data by shards")(elastic_data)
 
 # What elastic_data saves beside torchtitan's own entries, which torchtitan's loader reads.
 _OF_ELASTIC_DATA = (f"{DATALOADER}.loader", f"{DATALOADER}.shard_*")
@@ -347,7 +342,7 @@ class ElasticCheckpointManager(CheckpointManager):
 
     def _options(self) -> Options:
         loader = self.states[DATALOADER]
-        return Options(self._config.changed_options(), _dp_size(self.states), type(loader) in _TEXT_LOADERS)
+        return Options(self._config.changed_options(), _dp_size(self.states), type(loader) in _LOADERS, _SPLITS_SHARDS)
 
     def _purge_stale_checkpoints(self) -> None:
         """Leaves steps at a URL to torchtitan; others are removed by the save itself, once it is committed."""
@@ -420,7 +415,7 @@ def _warn_of_data_not_replaced(states: dict[str, Any]) -> None:
     if f"{__name__}.elastic_data" in names and not isinstance(loader, ElasticDataLoader):
         logger.warning(
             f"elastic_data has replaced nothing: the data loader is a {type(loader).__name__}, expected a "
-            "HuggingFaceTextDataLoader; it goes on with as many data-parallel ranks as saved, no other number"
+            f"{_LOADERS[1].__name__}; it goes on with as many data-parallel ranks as saved, no other number"
         )
 
 

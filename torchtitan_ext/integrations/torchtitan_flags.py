@@ -33,13 +33,14 @@ class FlagReport(LoadReport):
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a run: those of ``elastic_checkpoint`` that are not the defaults, its data-parallel size, and
-    whether ``elastic_data`` replaces, or could replace, its data loader.
+    """The options of a run: those of ``elastic_checkpoint`` that are not the defaults, its data-parallel size, whether
+    ``elastic_data`` replaces, or could replace, its data loader, and whether that can split a saved shard.
     """
 
     checkpoint: Mapping[str, Any]
     dp_size: int
     has_elastic_data: bool
+    splits_shards: bool = True
 
 
 def in_flags(error: StateRefusedError, options: Options, excluded: Sequence[str] = ()) -> StateRefusedError:
@@ -93,7 +94,8 @@ def _num_shards(remedies: Iterable[Remedy], options: Options) -> int | None:
         if remedy.option == "num_shards":
             return int(remedy.value)
         if remedy.option == "reshard":
-            return math.lcm(int(remedy.value), options.dp_size)
+            saved, size = int(remedy.value), options.dp_size
+            return math.lcm(saved, size) if options.splits_shards else saved if size <= saved else None
     return None
 
 
