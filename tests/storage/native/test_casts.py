@@ -92,9 +92,9 @@ def buffered(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     seen = []
     through = fills.converted
 
-    def noted(values: torch.Tensor, *args: object) -> torch.Tensor:
+    def noted(values: torch.Tensor, **rest: object) -> torch.Tensor:
         seen.append(values.dtype)
-        return through(values, *args)  # type: ignore[arg-type]
+        return through(values, **rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(fills, "converted", noted)
     return seen
