@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from block_scales import quantized
+from block_scales import grid_of, quantized
 from extent import sampled
 from raw_ops import RAW_REFUSAL
 from test_ops import DEVICES
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchtitan_ext import ops
 from torchtitan_ext.layout.layout import row_major_strides
-from torchtitan_ext.transforms.block_scales import Arithmetic, grid_of
+from torchtitan_ext.transforms.block_scales import Arithmetic
 from torchtitan_ext.transforms.rules import FP8, Scaling
 
 

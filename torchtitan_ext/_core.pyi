@@ -1366,6 +1366,8 @@ class MappedTensor:
     @property
     def block(self) -> _Sizes | None:
         """Of what is quantised, and of its scales: ``values`` are the elements before, ``partner`` the other one."""
+    def grid(self, shape: Sequence[int]) -> _Sizes:
+        """Of what is quantised how many blocks a tensor of this shape has along each dim."""
     @property
     def fp8(self) -> str:
         """Its dtype, also of the scales."""

@@ -157,6 +157,13 @@ void define_transforms(py::module_& module) {
                              [](const MappedTensor& self) {
                                return self.quantized ? py::object(to_tuple(self.quantized->block)) : py::none();
                              })
+      .def(
+          "grid",
+          [](const MappedTensor& self, const Sizes& shape) {
+            TTE_CHECK(self.quantized, "grid", self.name, " is not quantised");
+            return to_tuple(self.quantized->grid(shape));
+          },
+          py::arg("shape"))
       .def_property_readonly("fp8",
                              [](const MappedTensor& self) { return self.quantized ? self.quantized->dtype : ""; })
       .def_property_readonly("scaling",

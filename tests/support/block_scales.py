@@ -3,6 +3,10 @@
 import torch
 
 
+def grid_of(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(-(-size // of) for size, of in zip(shape, block, strict=True))
+
+
 def quantized(
     whole: torch.Tensor, block: tuple[int, ...], dtype: torch.dtype, scaling: str
 ) -> tuple[torch.Tensor, torch.Tensor]:

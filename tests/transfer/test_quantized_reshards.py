@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import torchtitan_ext as tte
 from torchtitan_ext import transforms
-from torchtitan_ext.errors import CheckpointFailedError, StateRefusedError, TransformError
+from torchtitan_ext.errors import CheckpointFailedError, StateRefusedError, TransferFailedError, TransformError
 from torchtitan_ext.offline.mapped_files import MappedFiles
 from torchtitan_ext.offline.rewrite.convert import convert
 from torchtitan_ext.offline.sources import open_source
+from torchtitan_ext.transfer import quantizer
 from torchtitan_ext.transforms import Rule, Transform
 from torchtitan_ext.transforms.rules import FP8, Scaling
 
@@ -294,3 +295,27 @@ def test_two_jobs_agree_on_blocks_that_lie_on_several_ranks(run_world: Any) -> N
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     assert run_world(3, two_jobs, address, process_group=False) == [[]] * 3
+
+
+def fails_on_one(rank: int, world_size: int, op: str) -> str:
+    """What this rank is told, and whether its target is as it was, where an operator fails on rank 1 alone."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    source = {"w": distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])}
+    target = {name: tensor.clone() for name, tensor in FULL.items()}
+    plan = tte.transfer.plan_reshard(source, target, transform=QUANTIZED)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError(f"no memory for {op}")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(TransferFailedError) as raised:
+        if rank == 1:
+            patch.setattr(quantizer.ops, op, fail)
+        plan.run()
+    assert not target["s"].any() and not target["q"].float().any()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("op", ["block_amax_", "quantize_blocks_"])
+def test_all_ranks_hear_of_one_that_cannot_quantise(run_world: Any, op: str) -> None:
+    first, second = run_world(2, fails_on_one, op)
+    assert first == second and f"rank 1: MemoryError: no memory for {op}" in first

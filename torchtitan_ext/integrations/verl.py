@@ -140,7 +140,7 @@ class TransferCheckpointEngine(CheckpointEngine):
     def _send(self, described: list[_Weight]) -> int:
         members, self._members = self._members, []
         plan = self._plan_for(self._agreed(described), is_source=True)
-        changed_only, self._has_sent = self._has_sent and self.deltas and plan.version is not None, False
+        changed_only, self._has_sent = self._has_sent and self.deltas, False
         self._version += 1
         result = plan.run(version=self._version, changed_only=changed_only)
         self._has_sent, self._members = True, members

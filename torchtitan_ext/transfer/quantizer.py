@@ -42,7 +42,7 @@ class Quantizer:
 
     def __init__(self, keys: Sequence[QuantizedKey], told: bytes, sends: Side, target: Endpoint) -> None:
         self._keys = sorted(keys, key=lambda key: (key.arithmetic, key.number))
-        self._sends, self._target = sends, target
+        self._sends = sends
         self._boxes: dict[str, list[tuple[int, _core.AbsentBox]]] = {}
         for one in _core.expand_absent(told) if told else ():
             first = target.first_tensor[one.position]

@@ -61,11 +61,6 @@ def arithmetic_of(one: _core.MappedTensor) -> Arithmetic:
     return Arithmetic(one.fp8, one.dtypes[-2], one.scaling)
 
 
-def grid_of(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
-    """How many blocks a tensor has along each dim: the shape of its scales."""
-    return tuple((size + of - 1) // of for size, of in zip(shape, block, strict=True))
-
-
 def why_not_quantized(one: _core.MappedTensor) -> str | None:
     """Why values cannot be quantised as a transform says."""
     if any(value != 0 for value, _ in one.values.find_fills((0,) * len(one.values.shape), one.values.shape)):
@@ -87,7 +82,7 @@ class BlockScales:
 
     def __init__(self, fqn: str, one: _core.MappedTensor, begin: Sequence[int]) -> None:
         assert one.block is not None, "it is not quantised, please report"
-        self._fqn, self._is_scales, self._begin = fqn, one.is_scales, tuple(begin)
+        self._fqn, self._one, self._begin = fqn, one, tuple(begin)
         self._shape, self._block, self._arithmetic = one.values.shape, one.block, arithmetic_of(one)
         # In units of the box: of scales a block is one element.
         self._unit = (1,) * len(one.block) if one.is_scales else one.block
@@ -119,7 +114,7 @@ class BlockScales:
         Raises:
             CheckpointReadError: Elements are NaN or infinite.
         """
-        grid = grid_of(elements.shape, self._block)
+        grid = self._one.grid(elements.shape)
         amax = torch.zeros(prod(grid), dtype=torch.float32, device="cpu")
         steps = [(dim, 1) for dim in range(elements.dim())]
         place = ops.BlockPart(0, self._block, row_major_strides(grid), (0,) * elements.dim(), steps)
@@ -128,7 +123,7 @@ class BlockScales:
         if not amax.isfinite().all():
             raise CheckpointReadError(self._fqn, NOT_FINITE)
         factors, scales = self._arithmetic.scales(amax)
-        if self._is_scales:
+        if self._one.is_scales:
             return scales.view(grid)
         values = torch.empty(elements.shape, dtype=getattr(torch, self._arithmetic.dtype), device="cpu")
         ops.quantize_blocks_([elements], [place], factors, [values], rounded=rounded, divides=self._arithmetic.divides)

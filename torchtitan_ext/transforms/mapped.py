@@ -33,10 +33,7 @@ class MappedState:
         self._names = list(saved.entries)
         self._entries = list(saved.entries.values())
         sources = [(fqn, "", ()) if one is None else (fqn, one.dtype, one.shape) for fqn, one in saved.entries.items()]
-        resolved = _core.resolve_transform(transform.encoded(), sources)
-        if resolved.problems:
-            raise refusal(operation, [Problem("wrong_transform", key, detail) for key, detail in resolved.problems])
-        self._targets = {target.name: target for target in resolved.targets}
+        self._targets = {target.name: target for target in transform.resolve(sources, operation)}
         self._check_sources(operation)
         self._sources = _core.MapSources(
             [((), None) if one is None else (one.shape, one.chunks) for one in self._entries]

@@ -80,10 +80,9 @@ class Step:
             return cast(given["was"], was=given["dtype"])
         if self.op in ("pad", "crop") and "was" in given:
             return (crop if self.op == "pad" else pad)(given["dim"], given["was"], was=given["to"])
-        if self.op == "quantize" and "was" in given:
-            return dequantize(given["block"], dtype=given["was"], was=given["dtype"], scaling=given.get("scaling"))
-        if self.op == "dequantize" and "was" in given:
-            return quantize(given["block"], dtype=given["was"], was=given["dtype"], **_scaling_of(given))
+        if self.op in ("quantize", "dequantize") and "was" in given:
+            turned = {**given, "dtype": given["was"], "was": given["dtype"]}
+            return Step("dequantize" if self.op == "quantize" else "quantize", turned)
         advice = dict.fromkeys(("reshape", "cast", "pad", "crop", "quantize", "dequantize"), "; give it was=")
         advice["concat"] = "; give it sizes= or parts="
         raise WrongValueError(f"the step {self.op} has no inverse{advice.get(self.op, '')}", "transform")
@@ -297,18 +296,25 @@ class Transform:
         stages[last] = Transform(rules, stages[last].drop)
         return _of_stages(stages)
 
+    def resolve(self, sources: Sequence[tuple[str, str, Sequence[int]]], operation: str) -> list[_core.MappedTensor]:
+        """What it makes of tensors: their names, dtypes (``"bfloat16"``; empty for values) and shapes are given.
+
+        Raises:
+            TransformError: It does not fit them; all problems.
+        """
+        resolved = _core.resolve_transform(self.encoded(), sources)
+        if resolved.problems:
+            raise refusal(operation, [Problem("wrong_transform", key, detail) for key, detail in resolved.problems])
+        return resolved.targets
+
     def targets(self, sources: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, tuple[str, tuple[int, ...]]]:
         """The dtypes and shapes of what it makes of tensors, whose dtypes (``"bfloat16"``) and shapes are given.
 
         Raises:
             TransformError: It does not fit them; all problems.
         """
-        tensors = [(name, dtype, tuple(shape)) for name, (dtype, shape) in sources.items()]
-        resolved = _core.resolve_transform(self.encoded(), tensors)
-        if resolved.problems:
-            problems = [Problem("wrong_transform", key, detail) for key, detail in resolved.problems]
-            raise refusal("transform", problems)
-        return {one.name: (one.dtypes[-1], one.shape) for one in resolved.targets}
+        made = self.resolve([(name, dtype, shape) for name, (dtype, shape) in sources.items()], "transform")
+        return {one.name: (one.dtypes[-1], one.shape) for one in made}
 
     def to_json(self) -> str:
         """The transform as text, which ``from_json`` reads."""
@@ -447,10 +453,6 @@ def _scaling(where: str, value: Any) -> str:
         names = ", ".join(get_args(Scaling))
         raise WrongValueError(f"got {described(value)} for {where}, expected one of {names}", "transform")
     return str(value)
-
-
-def _scaling_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {"scaling": given["scaling"]} if "scaling" in given else {}
 
 
 def _dtype(where: str, value: Any) -> str:

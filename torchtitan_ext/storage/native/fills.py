@@ -148,8 +148,7 @@ class Fills:
         item_bytes = elements.dtypes[0].itemsize
         for part in blocks.parts(target.shape, BUFFER_BYTES // item_bytes):
             sizes = torch.Size(part.read_sizes)
-            if self._used > 0 and self._used + sizes.numel() * item_bytes > BUFFER_BYTES:
-                self.read()
+            self._make_room(sizes.numel() * item_bytes)
             place = self._take(sizes, elements.dtypes[0])
             elements.read_into(part.read_inside, place)
             self.num_bytes += place.nbytes
@@ -202,10 +201,14 @@ class Fills:
         return self._buckets
 
     def _places(self, part: torch.Tensor, elements: Elements) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self._used > 0 and self._used + part.numel() * _item_bytes(elements) > BUFFER_BYTES:
-            self.read()
+        self._make_room(part.numel() * _item_bytes(elements))
         place = self._take(part.shape, elements.dtypes[0])
         return place, None if elements.scales is None else self._take(part.shape, elements.scales[0])
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Reads what was added before, where the buffer has not so much room left."""
+        if self._used > 0 and self._used + num_bytes > BUFFER_BYTES:
+            self.read()
 
     def _take(self, sizes: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Room in the buffer; memory of its own where there is not enough."""

@@ -10,7 +10,7 @@ import torch
 from torchtitan_ext import _core, ops
 from torchtitan_ext.checkpoint.rules.casts import CastPolicy, cast_problem, is_exact
 from torchtitan_ext.checkpoint.tables.agreement import Agreement, dtype_named
-from torchtitan_ext.errors import Problem, refusal
+from torchtitan_ext.errors import Problem
 from torchtitan_ext.errors.near_names import nearest_name
 from torchtitan_ext.storage.raw_tensor import DTYPES, dtype_name
 from torchtitan_ext.transfer.mapped.quantized_keys import QuantizedKey
@@ -67,16 +67,11 @@ def mapped_keys(
         TransformError: The transform does not fit the source; all problems.
     """
     kinds = [source.kinds[source.agreed_keys[number]] for number in range(len(source.names))]
-    resolved = _core.resolve_transform(
-        transform.encoded(),
-        [
-            (fqn, "" if kind.is_object else _name_of(kind), tuple(kind.global_shape))
-            for fqn, kind in zip(source.names, kinds, strict=True)
-        ],
-    )
-    if resolved.problems:
-        raise refusal("reshard", [Problem("wrong_transform", key, detail) for key, detail in resolved.problems])
-    made = {one.name: one for one in resolved.targets}
+    sources = [
+        (fqn, "" if kind.is_object else _name_of(kind), tuple(kind.global_shape))
+        for fqn, kind in zip(source.names, kinds, strict=True)
+    ]
+    made = {one.name: one for one in transform.resolve(sources, "reshard")}
     target_of = {renamed[fqn]: fqn for fqn in target.names}
     found = KeySources([_core.NO_KEY] * len(target.names), dict(renamed))
     for number, fqn in enumerate(target.names):
@@ -96,8 +91,8 @@ def mapped_keys(
                 found.mapped.append((number, None, -1, False))
             elif problem is None:
                 found.mapped.append((number, one.values, -1, True))
-                scales, shape = target_of[one.partner], one.values.shape
-                found.quantized.append(QuantizedKey(number, fqn, scales, shape, one.block, arithmetic_of(one)))
+                scales, grid = target_of[one.partner], one.grid(one.values.shape)
+                found.quantized.append(QuantizedKey(number, fqn, scales, grid, one.block, arithmetic_of(one)))
         else:
             problem, cast_to = _fit(fqn, one, wanted, cast)
             if problem is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torchtitan_ext.transforms.block_scales import Arithmetic, grid_of
+from torchtitan_ext.transforms.block_scales import Arithmetic
 
 
 class QuantizedKey(NamedTuple):
@@ -13,17 +13,13 @@ class QuantizedKey(NamedTuple):
     Attributes:
         number: That of the key in the target's world.
         values, scales: Keys of the target, the second one with a number for each block.
-        shape, block: Of the tensor.
+        grid: How many blocks the tensor has along each dim: the shape of the scales.
+        block: Sizes of the blocks.
     """
 
     number: int
     values: str
     scales: str
-    shape: tuple[int, ...]
+    grid: tuple[int, ...]
     block: tuple[int, ...]
     arithmetic: Arithmetic
-
-    @property
-    def grid(self) -> tuple[int, ...]:
-        """The shape of the scales."""
-        return grid_of(self.shape, self.block)
