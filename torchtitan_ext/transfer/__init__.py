@@ -6,6 +6,8 @@ refusals. The walk of a call:
     state_dicts | dtensors -> endpoint (each rank's two sides) -> planning (the coordinator)
         -> plan (kept, runs each step) -> transport -> ops.exchange_runs_
 
+``mapped`` says what a transform does on the way; ``quantizer`` makes fp8 of what is sent, before each exchange.
+
 A recovery is a transfer from a world that has lost ranks, and a load of what nobody holds:
 
     recovery -> survivors (the coordinator; with copies) -> plan -> ... -> checkpoint.operation.load_phases
