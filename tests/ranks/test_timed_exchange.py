@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.errors import LostRankError
 from torchtitan_ext.ranks import watch as watches
-from torchtitan_ext.ranks.exchange import Opening, TimedExchange
+from torchtitan_ext.ranks.exchange import Opening, TimedExchange, gather_values
 from torchtitan_ext.ranks.watch import Watch
 
 OPENING = Opening("save", "phase plan of save")
@@ -75,6 +75,26 @@ def give_up(rank: int, world_size: int) -> tuple[str, int, bool]:
     is_kept = any(not work.is_completed() for work, _ in watches._unfinished)
     watches._unfinished.clear()
     return str(caught.value), num_kept, is_kept
+
+
+def count_kept(rank: int, world_size: int) -> tuple[list[bool], list[bool]]:
+    """Whether what was exchanged last, with deadlines and without, is kept when it is done."""
+    group = dist.group.WORLD
+    assert group is not None
+    watches._ended.clear()
+    watch = Watch("save", group, path="/step", timeout_seconds=30)
+    watch.begin("plan", "testing")
+    TimedExchange(group, watch).heads(b"data", OPENING)
+    watch.close()
+    timed = [work.is_completed() for work in watches._ended]
+    watches._ended.clear()
+    gather_values("value", group, opening=OPENING)
+    return timed, [work.is_completed() for work in watches._ended]
+
+
+def test_the_last_collective_is_kept(run_world: Callable[..., Any]) -> None:
+    """A thread of gloo that frees its tensors would abort a process that ends meanwhile."""
+    assert run_world(2, count_kept) == [([True], [True])] * 2
 
 
 def test_what_was_given_up_keeps_its_memory(run_world: Callable[..., Any]) -> None:

@@ -33,7 +33,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 from torchtitan_ext.errors import DifferentCallsError, Problem, WrongArgumentError, refusal
 from torchtitan_ext.ranks.groups import is_meeting, position_in, ranks_of
 from torchtitan_ext.ranks.side_group import SideGroup
-from torchtitan_ext.ranks.watch import Watch
+from torchtitan_ext.ranks.watch import Watch, outlast
 
 T = TypeVar("T")
 Scope = DeviceMesh | dist.ProcessGroup | None
@@ -149,18 +149,26 @@ def all_gather_bytes(scope: Scope, flat: torch.Tensor, axes: Sequence[int] = ())
             return flat.view(1, num_bytes)
         rows = flat.new_empty(dist.get_world_size(scope), num_bytes)
         if is_meeting(scope):  # dist.all_gather does not know it: an error in there would become another error
-            cast(Any, scope).allgather([list(rows.unbind())], [flat]).wait()
+            finish_collective(cast(Any, scope).allgather([list(rows.unbind())], [flat]), num_bytes)
         else:
-            dist.all_gather(list(rows.unbind()), flat, group=scope)
+            finish_collective(dist.all_gather(list(rows.unbind()), flat, group=scope, async_op=True), num_bytes)
         return rows
     mesh = scope
     for axis in reversed(axes):
         group = mesh.get_group(axis)
         parts = flat.new_empty(mesh.size(axis), flat.numel())
-        dist.all_gather(list(parts.unbind()), flat, group=group)
+        finish_collective(dist.all_gather(list(parts.unbind()), flat, group=group, async_op=True), flat.numel())
         positions = _group_positions(mesh, axis)
         flat = (parts if positions == sorted(positions) else parts[positions]).view(-1)
     return flat.view(-1, num_bytes)
+
+
+def finish_collective(work: dist.Work | None, num_bytes: int) -> None:
+    """Waits for a collective of so many bytes per rank. The memory of large ones is wanted back at once."""
+    if work is not None:
+        work.wait()
+        if num_bytes <= _FIRST_BYTES:
+            outlast(work)
 
 
 def broadcast_bytes(flat: torch.Tensor, scope: Scope = None, *, src: int = 0) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from torchtitan_ext.errors import LostRankError, TorchtitanExtError
-from torchtitan_ext.ranks.exchange import Scope, all_gather_bytes, scope_ranks
+from torchtitan_ext.ranks.exchange import Scope, all_gather_bytes, finish_collective, scope_ranks
 from torchtitan_ext.ranks.groups import is_meeting, members_text, own_rank, roll_call_seconds, store_of
 from torchtitan_ext.ranks.presence import ask_who_is_here, who_is_here
 
@@ -63,7 +63,7 @@ def _is_of_a_collective(error: RuntimeError) -> bool:
     if traceback is None:
         return False
     code, module = traceback.tb_frame.f_code, traceback.tb_frame.f_globals.get("__name__")
-    is_ours = code is all_gather_bytes.__code__
+    is_ours = code in (all_gather_bytes.__code__, finish_collective.__code__)
     return is_ours or (module == dist.distributed_c10d.__name__ and code.co_name in _COLLECTIVES)
 
 

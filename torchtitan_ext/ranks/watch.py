@@ -30,6 +30,7 @@ import os
 import pickle
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -85,6 +86,11 @@ _ASKED_STORES = (dist.TCPStore, dist.FileStore, dist.HashStore)  # type: ignore[
 # Collectives that were given up, with their tensors, into which the backend may still write when all else has ended:
 # therefore in the module. Any thread may add and discard entries, in one step each.
 _unfinished: set[tuple[dist.Work, tuple[torch.Tensor, ...]]] = set()
+
+# The last collective of each backend's thread. gloo's thread lets go of one after it has told that it is done, and who
+# lets go last frees its tensors, for which that thread needs Python's lock: it aborts a process that ends meanwhile
+# (seen with torch 2.13, in one exit of thirty). So it must not be the last.
+_ended: deque[dist.Work] = deque(maxlen=2)  # gloo has two threads in a group
 
 
 @dataclass(frozen=True)
@@ -215,6 +221,8 @@ class Watch:
             _unfinished.difference_update([kept for kept in tuple(_unfinished) if kept[0].is_completed()])
             if work is not None and not work.is_completed():
                 _unfinished.add((work, buffers))
+            elif work is not None:
+                outlast(work)
 
     def enter_exchange(self, name: str) -> None:
         """From now on this rank's work in the phase waits for other ranks. Not collective.
@@ -495,6 +503,11 @@ def where_the_store_was(group: dist.ProcessGroup | None, store: Store) -> tuple[
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return "the store of the process groups, which the launcher's agent on the first node hosts, is lost", ()
     return "the store of the process groups, which rank 0 hosts, is lost", (0,)
+
+
+def outlast(work: dist.Work) -> None:
+    """Keeps a collective that is done until the backend's thread has let go of it, and with it its tensors."""
+    _ended.append(work)
 
 
 def can_be_asked(store: Store | None) -> bool:
