@@ -14,7 +14,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 ROWS = [
     {"_core"},
     {"errors"},
-    {"metrics", "op_library", "dcp_private"},
+    {"metrics", "op_library", "dcp_private", "threads"},
     {"ops"},
     {"layout"},
     {"state", "ranks"},

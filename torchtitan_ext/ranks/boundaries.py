@@ -39,6 +39,7 @@ from torchtitan_ext.ranks.watch import (
     take_clone,
     where_the_store_was,
 )
+from torchtitan_ext.threads import BackgroundThread
 
 _REQUEST, _VERDICT = "request", "verdict"
 
@@ -90,8 +91,7 @@ class Boundaries:
         self._has_reported = self._is_closed = False
         self._verdict: Json = {}
         self._store_error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="torchtitan_ext.boundaries", daemon=True)
-        self._thread.start()
+        self._thread = BackgroundThread("torchtitan_ext.boundaries", self._run, end=self._ask_to_end)
 
     def pass_(self, step: int) -> Json:
         """Passes the boundary of a step. Waits only between this rank's report and the verdict.
@@ -115,9 +115,12 @@ class Boundaries:
 
     def close(self) -> None:
         """From now on this rank passes no boundary. Others that are asked later go on without a verdict."""
+        self._ask_to_end()
+        self._thread.join(_PATIENCE_SECONDS)
+
+    def _ask_to_end(self) -> None:
         self._is_closed = True
         self._inbox.wake()
-        self._thread.join(_PATIENCE_SECONDS)
 
     def _lost(self, why: str, silent: Sequence[int], was_asked: bool) -> LostRankError:
         doing = "ranks agreed on the step to stop at"

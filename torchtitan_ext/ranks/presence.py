@@ -8,14 +8,15 @@ store of the group whenever somebody asks.
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Sequence
+from functools import partial
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from torchtitan_ext.ranks.groups import is_meeting, own_rank, ranks_of, store_of
+from torchtitan_ext.threads import BackgroundThread
 
 # Between two questions of a thread to the store: well below the seconds of a roll call.
 _POLL_SECONDS = 0.5
@@ -27,11 +28,12 @@ def answer_for(group: dist.ProcessGroup) -> None:
     """From now on a thread of this process answers whoever asks, as long as the group lives. Not collective."""
     # A store of its own: another thread may wait in the shared one, and blocks it meanwhile.
     store = store_of(group).clone()  # type: ignore[attr-defined]
-    arguments = (weakref.ref(group), store, own_rank(group))
-    threading.Thread(target=_answer, args=arguments, name="torchtitan_ext.presence", daemon=True).start()
+    ended = threading.Event()
+    answer = partial(_answer, weakref.ref(group), store, own_rank(group), ended)
+    BackgroundThread("torchtitan_ext.presence", answer, end=ended.set)
 
 
-def _answer(group: weakref.ref[dist.ProcessGroup], store: Store, rank: int) -> None:
+def _answer(group: weakref.ref[dist.ProcessGroup], store: Store, rank: int, ended: threading.Event) -> None:
     answered = 0
     try:
         while group() is not None:
@@ -39,7 +41,8 @@ def _answer(group: weakref.ref[dist.ProcessGroup], store: Store, rank: int) -> N
             if asked != answered:
                 store.set(_answer_of(rank), str(asked))
                 answered = asked
-            time.sleep(_POLL_SECONDS)
+            if ended.wait(_POLL_SECONDS):
+                return
     except RuntimeError:  # the store is gone, and nobody can ask any more
         pass
 

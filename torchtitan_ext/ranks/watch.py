@@ -51,6 +51,7 @@ from torchtitan_ext.ranks.groups import (
     store_of,
 )
 from torchtitan_ext.ranks.presence import ask_who_is_here, who_is_here
+from torchtitan_ext.threads import BackgroundThread
 
 # Between two questions of a rank to the store. Ranks take 0.75 to 1.25 of it, by their numbers, so that thousands of
 # them do not ask at once.
@@ -152,16 +153,18 @@ class Watch:
         self._exchange: _Exchange | None = None
         self._thread: threading.Thread | None = None
         if can_be_asked(self._store):
-            self._thread = threading.Thread(target=self._run, name="torchtitan_ext.watch", daemon=True)
-            self._thread.start()
+            self._thread = BackgroundThread("torchtitan_ext.watch", self._run, end=self._ask_to_end)
 
     def close(self) -> None:
         """Ends the thread. A thread that hangs in its store is left behind."""
+        self._ask_to_end()
+        if self._thread is not None:
+            self._thread.join(_LINGER_SECONDS)
+
+    def _ask_to_end(self) -> None:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(_LINGER_SECONDS)
 
     def begin(self, phase: str, doing: str) -> None:
         """From now on this rank works in a phase; the deadline counts from its first wait in it."""

@@ -16,9 +16,11 @@ import socket
 import threading
 import time
 import weakref
+from functools import partial
 
 from torchtitan_ext.errors import SaveInProgressError
 from torchtitan_ext.storage.objects.folder import ConflictError, ObjectFolder
+from torchtitan_ext.threads import BackgroundThread
 
 RENEW_SECONDS = 60.0
 
@@ -51,8 +53,8 @@ class Lease:
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
         content = json.dumps(owner).encode()
         folder.put(lease_name(save_id), content)
-        arguments = (folder, lease_name(save_id), content, self._released, weakref.ref(self))
-        threading.Thread(target=_renew, args=arguments, name="torchtitan_ext.lease", daemon=True).start()
+        renew = partial(_renew, folder, lease_name(save_id), content, self._released, weakref.ref(self))
+        BackgroundThread("torchtitan_ext.lease", renew, end=self._released.set)
 
     def decide(self) -> None:
         """Creates the fate: from now on no clean-up takes the save for dead.
