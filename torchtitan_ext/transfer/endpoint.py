@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -72,12 +72,15 @@ class Endpoint:
     problems: list[Problem] = field(default_factory=list)
     module: nn.Module | None = None
     device: torch.device = field(init=False)
-    _are_memory: list[bool] = field(init=False)
+    _computed: list[int] = field(init=False)  # tensors that have no memory of their own: wrappers and lazy views
+    _owned: list[int] = field(init=False)  # tensors whose memory the caller may replace
     _planned: Tensor = field(init=False)
     _forms: list[_Form] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._are_memory = [is_own_memory(tensor) for tensor in self.tensors]
+        self._computed = [at for at, tensor in enumerate(self.tensors) if not is_own_memory(tensor)]
+        held = zip(self.owners, self.tensors, strict=True)
+        self._owned = [at for at, (owner, tensor) in enumerate(held) if owner is not tensor]
         self._planned = self._memory_of(self.tensors)
         self._forms = list(map(_form_of, self.tensors))
         self.device = next(iter(sorted(self.devices - {_HOST}, key=str)), _HOST)
@@ -90,20 +93,21 @@ class Endpoint:
     @property
     def is_memory(self) -> bool:
         """Whether what is read or filled is the same memory in each run: the caller's own, or stand-ins for it."""
-        return all(self._are_memory)
+        return not self._computed
 
-    def _memory_of(self, tensors: Iterable[Tensor]) -> Tensor:
+    def _memory_of(self, tensors: Sequence[Tensor]) -> Tensor:
         """Where the rank's tensors lie and how they are read; of wrappers and lazy views their dtypes and shapes."""
-        held = zip(tensors, self._are_memory, strict=True)
-        listed = [tensor if is_memory else _meta_like(tensor) for tensor, is_memory in held]
+        listed = self._with_computed(tensors, _meta_like)
         nothing = torch.empty(0, 2, dtype=torch.int64, device="cpu")
         table: Tensor = call("memory_table", (listed,)) if listed else nothing
         return table
 
     def why_changed(self) -> str | None:
         """Why the tensors are not those that were planned for, or ``None`` where they are."""
-        held = zip(self.owners, self.tensors, strict=True)
-        now = self._memory_of(owner if owner is tensor else local_tensor(owner) for owner, tensor in held)
+        tensors = list(self.tensors)
+        for at in self._owned:
+            tensors[at] = local_tensor(self.owners[at])
+        now = self._memory_of(tensors)
         if torch.equal(now, self._planned):
             return None
         changed: dict[str, str] = {}
@@ -122,8 +126,7 @@ class Endpoint:
 
     def memory_to_read(self) -> list[Tensor]:
         """Plain tensors with the values, by position, on ``device``; wrappers and lazy views are copies."""
-        held = zip(self.tensors, self._are_memory, strict=True)
-        values = [tensor if is_memory else _values_of(tensor) for tensor, is_memory in held]
+        values = self._with_computed(self.tensors, _values_of)
         with torch.no_grad():
             for at, stand_in in self._stand_ins.items():
                 values[at] = stand_in.copy_(values[at])
@@ -131,8 +134,7 @@ class Endpoint:
 
     def memory_to_fill(self) -> tuple[list[Tensor], Callable[[], None]]:
         """Plain tensors to be filled, by position, and what is to be called when they are."""
-        held = zip(self.tensors, self._are_memory, strict=True)
-        filled = [tensor if is_memory else _new_like(tensor) for tensor, is_memory in held]
+        filled = self._with_computed(self.tensors, _new_like)
         for at, stand_in in self._stand_ins.items():
             filled[at] = stand_in
         return self._put_back_later(filled)
@@ -140,6 +142,13 @@ class Endpoint:
     def memory_to_change(self) -> tuple[list[Tensor], Callable[[], None]]:
         """Plain tensors with the values, of which parts are to be filled, and what is to be called when they are."""
         return self._put_back_later(self.memory_to_read())
+
+    def _with_computed(self, tensors: Sequence[Tensor], make: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """The tensors, and what is made of those that have no memory of their own."""
+        result = list(tensors)
+        for at in self._computed:
+            result[at] = make(result[at])
+        return result
 
     @cached_property
     def _stand_ins(self) -> Mapping[int, Tensor]:
@@ -154,9 +163,8 @@ class Endpoint:
 
         def finish() -> None:
             with torch.no_grad():
-                for memory, tensor in zip(filled, self.tensors, strict=True):
-                    if memory is not tensor:
-                        tensor.copy_(memory)
+                for at in {*self._computed, *self._stand_ins}:
+                    self.tensors[at].copy_(filled[at])
 
         return filled, finish
 
@@ -183,8 +191,8 @@ class Endpoint:
         """The key and the memory of each tensor that is not made of others or computed when it is read."""
         return [
             (fqn, (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.itemsize))
-            for fqn, tensor, is_memory in zip(self.names, self.tensors, self._are_memory, strict=True)
-            if is_memory and not tensor.is_meta
+            for fqn, tensor in zip(self.names, self.tensors, strict=True)
+            if is_own_memory(tensor) and not tensor.is_meta
         ]
 
 
