@@ -34,7 +34,7 @@ from torchtitan_ext.errors import (
 from torchtitan_ext.errors.printed_once import leave_report_to_rank_0
 from torchtitan_ext.metrics import Trace, Traced, log_metrics, timed
 from torchtitan_ext.ranks.exchange import REFUSED, Opening, TimedExchange
-from torchtitan_ext.ranks.groups import position_in
+from torchtitan_ext.ranks.groups import is_meeting, position_in
 from torchtitan_ext.ranks.side_group import (
     GroupOffer,
     can_have_side_group,
@@ -357,8 +357,11 @@ class Phases:
         """This rank's result, or error, as it travels. ``exchange_name`` is as in ``on_all``."""
 
         def make() -> bytes:
-            with self._span("own part"):
-                result = work()
+            try:
+                with self._span("own part"):
+                    result = work()
+            finally:
+                self._check_not_destroyed()
             return pickle.dumps(result)
 
         watch = self._ranks[0] if self._ranks is not None and exchange_name else None
@@ -374,6 +377,13 @@ class Phases:
                 made = PhaseFailure(failed.errors, failed.of_storage, is_echo=is_echo)
         data = pickle.dumps(made) if isinstance(made, PhaseFailure) else made
         return data if self._trace is None else pickle.dumps(Traced(data, self._trace.unsent()))
+
+    def _check_not_destroyed(self) -> None:
+        """Raises where the job's process groups are gone by now: a rank alone sees another world than the others."""
+        if self.group is not None and not is_meeting(self.group) and not dist.is_initialized():
+            raise RuntimeError(
+                f"destroy_process_group was called before the {self._operation} had ended; wait for its result() first"
+            )
 
     def _opening(self, name: str) -> Opening:
         return Opening(self._call, f"phase {name} of {self._call}")
