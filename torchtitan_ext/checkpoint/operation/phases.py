@@ -379,8 +379,10 @@ class Phases:
         return data if self._trace is None else pickle.dumps(Traced(data, self._trace.unsent()))
 
     def _check_not_destroyed(self) -> None:
-        """Raises where the job's process groups are gone by now: a rank alone sees another world than the others."""
-        if self.group is not None and not is_meeting(self.group) and not dist.is_initialized():
+        """Raises where the exchanges need process groups of the job that are gone by now."""
+        if self.group is None or self.is_beside or is_meeting(self.group):
+            return
+        if not dist.is_initialized():
             raise RuntimeError(
                 f"destroy_process_group was called before the {self._operation} had ended; wait for its result() first"
             )

@@ -190,6 +190,8 @@ def save_values(
 
     def plan_own_part() -> SavePlan:
         set_up_save(values, writer, planner, phases.rank)
+        if isinstance(planner, SavePlanner):
+            planner.num_ranks = phases.size
         if isinstance(writer, SafetensorsWriter):
             writer.ranks = _ranks_of(phases)
         return writer.prepare_local_plan(planner.create_local_plan())

@@ -144,6 +144,8 @@ class SavePlanner(DefaultSavePlanner):
         self._table = KeyTable({})
         self._encoded: EncodedTable = encode_table(self._table)
         self._boxes: dict[tuple[str, tuple[int, ...]], Box] = {}
+        self.num_ranks: int | None = None
+        """Of a save by ``tte.save`` the ranks that take part; else those of the default process group do."""
         self._is_set_up = False
         self._num_unwritten = 0
         self._shows_items = False
@@ -162,6 +164,7 @@ class SavePlanner(DefaultSavePlanner):
         self.state_dict = state_dict
         self.is_coordinator = is_coordinator
         self._weights = storage_meta if isinstance(storage_meta, WeightsMeta) else None
+        self.num_ranks = None
         self._is_set_up = True
 
     def create_local_plan(self) -> SavePlan:
@@ -316,7 +319,7 @@ class SavePlanner(DefaultSavePlanner):
 
     def _timed_digests(self, table: KeyTable) -> dict[str, bytes]:
         begin = time.perf_counter()
-        world_size = len(scope_ranks())
+        world_size = len(scope_ranks()) if self.num_ranks is None else self.num_ranks
         digests = digest_values(self.state_dict, table, hash_replicas=self._hash_replicas, world_size=world_size)
         if self._hash_replicas:
             logger.info("hash_replicas: %d values in %.3f seconds", len(digests), time.perf_counter() - begin)
