@@ -26,6 +26,7 @@ import torch.distributed as dist
 from calls import call
 from remedies import is_saved, refused
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -236,6 +237,7 @@ def test_arguments_of_a_load(tmp_path: Path, text: str) -> None:
 NESTED = torch.nested.nested_tensor([torch.ones(2), torch.arange(3.0)])
 SPARSE = torch.eye(3).to_sparse()
 QUANTISED = torch.quantize_per_tensor(torch.arange(4.0), 0.5, 0, torch.qint8)
+FAKE = FakeTensorMode().from_tensor(torch.ones(2))
 ROUND: dict[str, Any] = {"a": 1}
 ROUND["self"] = ROUND
 COMPLEX = torch.ones(2, dtype=torch.complex128)
@@ -267,6 +269,11 @@ VALUES: dict[str, tuple[Any, Any, dict[str, str]]] = {
         {},
     ),
     "is torch.sparse_coo; convert it with .to_dense() first": ({"x": SPARSE}, {"x": SPARSE.to_dense()}, {}),
+    "is a fake tensor, which has no values; give it memory outside of FakeTensorMode": (
+        {"x": FAKE},
+        {"x": torch.ones(FAKE.shape)},
+        {},
+    ),
     "is quantised; convert it with .dequantize() first": ({"x": QUANTISED}, {"x": QUANTISED.dequantize()}, {}),
     "which has no one shape; store list(tensor.unbind())": ({"x": NESTED}, {"x": list(NESTED.unbind())}, {}),
     "keep to plain values": ({"x": lambda: 0}, {"x": 0}, {}),

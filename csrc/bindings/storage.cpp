@@ -41,7 +41,7 @@ using core::Sizes;
 using namespace storage;  // NOLINT: this file only translates that namespace
 
 using Unlocked = py::call_guard<py::gil_scoped_release>;
-using Key = std::tuple<std::string, std::optional<Sizes>, std::optional<int64_t>>;  // fqn, offsets, index hint
+using Key = std::tuple<py::str, std::optional<Sizes>, std::optional<int64_t>>;  // fqn, offsets, index hint
 using Notes = std::vector<std::pair<std::string, std::string>>;
 
 SaveId to_save_id(std::string_view bytes) {
@@ -55,7 +55,7 @@ py::bytes to_bytes(const SaveId& id) { return py::bytes(reinterpret_cast<const c
 
 SavedRecord to_record(const Key& key, std::string dtype, Sizes sizes) {
   SavedRecord record;
-  record.fqn = std::get<0>(key);
+  record.fqn = to_utf8(std::get<0>(key));
   record.has_offsets = std::get<1>(key).has_value();
   record.offsets = std::get<1>(key).value_or(Sizes(sizes.size(), 0));
   record.index_hint = std::get<2>(key).value_or(-1);
@@ -231,7 +231,7 @@ void define_index(py::module_& module) {
              return with_sum(to_record(key, std::move(dtype), std::move(sizes)), sum);
            }),
            py::arg("key"), py::arg("dtype"), py::arg("sizes"), py::arg("sum"))
-      .def_readonly("fqn", &SavedRecord::fqn)
+      .def_property_readonly("fqn", [](const SavedRecord& self) { return to_str(self.fqn); })
       .def_property_readonly("offsets",
                              [](const SavedRecord& self) {
                                return self.has_offsets ? std::optional<py::tuple>(to_tuple(self.offsets))

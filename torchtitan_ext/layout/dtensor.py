@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -60,6 +61,8 @@ def holds_wrapper(tensor: torch.Tensor) -> bool:
 
 def why_not_dense(local: torch.Tensor) -> str | None:
     """Why the elements of a local tensor are not one block of strided memory, or ``None`` where they are."""
+    if isinstance(local, FakeTensor):
+        return "is a fake tensor, which has no values; give it memory outside of FakeTensorMode"
     if local.is_nested:
         return "is a nested tensor, which has no one shape; store list(tensor.unbind())"
     if is_traceable_wrapper_subclass(local):

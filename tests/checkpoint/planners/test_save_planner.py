@@ -16,6 +16,7 @@ import torch
 from boxed_tensors import states_of
 from reference import Step, dtensor_steps, fsdp_steps, index_tensor
 from simulated_ranks import Processes, mesh_at, save, sent, shards
+from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -162,6 +163,7 @@ def in_doubt() -> list[dict[str, Any]]:
 
 SPARSE = torch.eye(3).to_sparse()
 QUANTISED = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+FAKE = FakeTensorMode().from_tensor(torch.ones(2))
 NESTED = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
 REFUSED: dict[str, tuple[Any, type[StateRefusedError], str]] = {
     "partial": (lambda: of_local(torch.zeros(4), Partial()), LayoutError, r"w: mesh axis 'dp' holds Partial\('sum'\)"),
@@ -202,6 +204,7 @@ REFUSED: dict[str, tuple[Any, type[StateRefusedError], str]] = {
     ),
     "sparse": (lambda: [{"w": SPARSE}], LayoutError, "w: is torch.sparse_coo; convert it with .to_dense"),
     "quantised": (lambda: [{"w": QUANTISED}], LayoutError, "w: is quantised; convert it"),
+    "fake": (lambda: [{"w": FAKE}], LayoutError, "w: is a fake tensor, which has no values; give it memory outside"),
     "kind": (
         lambda: [{"w": torch.zeros(1)}, {"w": 1}],
         ReplicaMismatchError,

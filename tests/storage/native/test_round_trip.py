@@ -50,6 +50,15 @@ def strided_targets(state: dict[str, Any]) -> dict[str, Any]:
     return targets
 
 
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("writer", WRITERS)
+def test_keys_that_are_no_text(tmp_path: Path, writer: str, reader: str) -> None:
+    """A file name that is no UTF-8 is a str with lone surrogates in Python."""
+    state = {"\udc80": torch.arange(3), "step \udc81": 2, "": "empty", "\n\0": True}
+    save(state, WRITERS[writer](tmp_path))
+    assert differences(load(blank(state), READERS[reader](tmp_path)), state) == []
+
+
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("verify", ["auto", "none"])
 def test_strided_targets(tmp_path: Path, writer: str, verify: Any) -> None:
