@@ -1472,10 +1472,155 @@ class PositionBlocks:
     def offsets(self) -> npt.NDArray[np.uint16]: ...
     def decode(self) -> npt.NDArray[np.int64]: ...
 
+class ExchangeBox:
+    """A box in a table of an exchange; ``dtype`` is the number of that to which the sender converts, or -1."""
+
+    @property
+    def peer(self) -> int: ...
+    @property
+    def tensor(self) -> int: ...
+    @property
+    def dtype(self) -> int: ...
+    @property
+    def offsets(self) -> _Sizes: ...
+    @property
+    def sizes(self) -> _Sizes: ...
+
+class ExchangeTable:
+    def __init__(self, entries: npt.NDArray[np.int64], shapes: Sequence[Sequence[int]]) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def boxes(self) -> list[ExchangeBox]: ...
+    def flat_entries(self, sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The table in which each peer gets, or sends, one range of a flat tensor, so many elements of each box."""
+    def distinct(self, identities: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The first of each kind of equal boxes, and of each box the position of its kind there."""
+
+class PackedBoxes:
+    def __init__(self) -> None: ...
+    def __len__(self) -> int: ...
+    def add_compared(
+        self,
+        item_bytes: Sequence[int],
+        counts: Sequence[int],
+        whole: Sequence[int],
+        positions: npt.NDArray[np.int64],
+        values: npt.NDArray[np.uint8],
+        old_sums: Sequence[int],
+    ) -> None:
+        """Boxes that were compared as tensors of their own: what ``ops.find_changes`` found in them."""
+    def add_parts(
+        self,
+        item_bytes: Sequence[int],
+        counts: Sequence[int],
+        whole: Sequence[int],
+        positions: npt.NDArray[np.int64],
+        values: npt.NDArray[np.uint8],
+        table: ExchangeTable,
+        held: Sequence[tuple[Sequence[int], Sequence[Sequence[Sequence[int]]]]],
+    ) -> None:
+        """The boxes of a table. ``held``: of its tensors the global shape, and the chunks that the rank holds."""
+    @property
+    def positions(self) -> npt.NDArray[np.int64]:
+        """Of what ``add_parts`` found, in the boxes."""
+    @property
+    def counts(self) -> list[int]: ...
+    def set_old_sums(self, sums: Sequence[int]) -> None: ...
+
+class BoxChanges:
+    @property
+    def headers_table(self) -> npt.NDArray[np.int64]: ...
+    @property
+    def data_table(self) -> npt.NDArray[np.int64]: ...
+    @property
+    def whole_table(self) -> npt.NDArray[np.int64]: ...
+    @property
+    def num_header_numbers(self) -> int: ...
+    @property
+    def num_data_bytes(self) -> int: ...
+    @property
+    def bytes_of_peer(self) -> dict[int, int]: ...
+
+class OutgoingChanges(BoxChanges):
+    def __init__(self, table: ExchangeTable, packed: PackedBoxes, packed_as: Sequence[int]) -> None: ...
+    @property
+    def headers(self) -> npt.NDArray[np.int64]: ...
+    @property
+    def data(self) -> npt.NDArray[np.uint8]: ...
+
+class IncomingChanges(BoxChanges):
+    def __init__(self, table: ExchangeTable, item_bytes: Sequence[int]) -> None: ...
+    def take_headers(self, numbers: npt.NDArray[np.int64]) -> None: ...
+    @property
+    def counts(self) -> list[int]: ...
+    def unpack(self, data: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+        """Positions in the boxes, and values, as ``ops.apply_changes_`` takes them."""
+    def tensors_of_other_base(self, sums: Sequence[int]) -> list[int]:
+        """The tensors of boxes that had other bits than the changes replace, by the sums that they have now."""
+
 def select_positions(
     positions: npt.NDArray[np.int64], tensor_sizes: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]: ...
 def sum_at(values: npt.NDArray[np.uint8], item_bytes: int, positions: npt.NDArray[np.int64]) -> int: ...
+
+class DeltaOffer:
+    def __init__(self) -> None: ...
+    def add_elsewhere(self, key: str, /) -> None: ...
+    def add_held(
+        self,
+        key: str,
+        boxes: Sequence[_Box],
+        box: _Box | None,
+        before: SumTable,
+        replaced: SumTable,
+        after: SumTable,
+    ) -> None:
+        """The next tensor of the rank: all of a shard, or one of the boxes that a value states."""
+    def add_part(self, tensor: int, box: _Box | None, num_changed: int, lengths: Sequence[int]) -> None:
+        """What the rank would write of one of its tensors."""
+
+class DeltaWrite:
+    @property
+    def rank(self) -> int: ...
+    @property
+    def part(self) -> int: ...
+    @property
+    def key(self) -> str: ...
+    @property
+    def number(self) -> int:
+        """Among the parts of the key."""
+    @property
+    def box(self) -> _HeldBox | None: ...
+    @property
+    def lengths(self) -> list[int]: ...
+
+class DeltaFault:
+    """``detail`` follows "the chunks" where the kind is ``incomplete_cover``; ``ranks`` gave some then."""
+
+    @property
+    def kind(self) -> ProblemKind: ...
+    @property
+    def key(self) -> str: ...
+    @property
+    def detail(self) -> str: ...
+    @property
+    def ranks(self) -> list[int]: ...
+
+class DeltaPlan:
+    @property
+    def keys(self) -> tuple[str, ...]: ...
+    @property
+    def nowhere(self) -> tuple[str, ...]:
+        """Keys of the state that no rank gave."""
+    @property
+    def faults(self) -> list[DeltaFault]: ...
+    @property
+    def totals(self) -> dict[str, tuple[str, _Sizes, int, int, int, int, tuple[_HeldBox | None, ...]]]:
+        """By key the fields of ``TensorTotals``."""
+    @property
+    def writes(self) -> list[DeltaWrite]: ...
+
+def plan_delta(offers: Sequence[DeltaOffer], dtypes: Sequence[str]) -> DeltaPlan: ...
 
 class HeldSums:
     """What one rank holds of a tensor; ``replica`` is equal on all ranks that hold parts of one, empty of a whole one.

@@ -24,6 +24,12 @@ inline pybind11::str to_str(std::string_view utf8) {
   return pybind11::reinterpret_steal<pybind11::str>(text);
 }
 
+inline pybind11::tuple to_texts(const std::vector<std::string>& keys) {
+  pybind11::tuple texts(keys.size());
+  for (size_t index = 0; index < keys.size(); ++index) texts[index] = to_str(keys[index]);
+  return texts;
+}
+
 // The inverse of to_str.
 inline std::string to_utf8(const pybind11::handle& text) {
   PyObject* const encoded = PyUnicode_AsEncodedString(text.ptr(), "utf-8", "surrogatepass");

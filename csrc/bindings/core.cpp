@@ -9,8 +9,10 @@
 #include <variant>
 #include <vector>
 
+#include "bindings/box_changes.h"
 #include "bindings/changes.h"
 #include "bindings/convert.h"
+#include "bindings/delta_plan.h"
 #include "bindings/index_order.h"
 #include "bindings/instances.h"
 #include "bindings/items.h"
@@ -137,12 +139,6 @@ std::vector<std::string> to_keys(const py::iterable& texts) {
   return keys;
 }
 
-py::tuple to_texts(const std::vector<std::string>& keys) {
-  py::tuple texts(keys.size());
-  for (size_t index = 0; index < keys.size(); ++index) texts[index] = to_str(keys[index]);
-  return texts;
-}
-
 py::dict missing_py(const OptionGaps& gaps) {
   py::dict missing;
   for (const auto& [fqn, keys] : gaps.missing) missing[to_str(fqn)] = to_texts(keys);
@@ -256,6 +252,8 @@ PYBIND11_MODULE(_core, module) {
   torchtitan_ext::bindings::define_tables(module);
   register_plan(module);
   register_changes(module);
+  register_box_changes(module);
+  register_delta_plan(module);
   torchtitan_ext::bindings::register_index_order(module);
   register_transfer(module);
   torchtitan_ext::bindings::define_items(module);

@@ -83,20 +83,26 @@ PositionBlocks PositionBlocks::encode(std::span<const int64_t> positions) {
 }
 
 std::vector<int64_t> PositionBlocks::decode() const {
-  std::vector<int64_t> positions;
-  positions.reserve(static_cast<size_t>(size_));
+  std::vector<int64_t> positions(static_cast<size_t>(size_));
+  decode(positions);
+  return positions;
+}
+
+void PositionBlocks::decode(std::span<int64_t> positions) const {
+  TTE_CHECK(static_cast<int64_t>(positions.size()) == size_, "PositionBlocks", "has ", size_, " positions, expected ",
+            positions.size());
   const uint16_t* next = offsets_.data();
+  auto to = positions.begin();
   for (size_t at = 0; at < blocks_.size(); at += 2) {
     const int64_t base = blocks_[at] * kBlock;
     const int64_t count = blocks_[at + 1];
     if (count > 0) {
-      for (int64_t index = 0; index < count; ++index) positions.push_back(base + *next++);
+      for (int64_t index = 0; index < count; ++index) *to++ = base + *next++;
     } else {
       const int64_t first = base + *next++;
-      for (int64_t index = 0; index < -count; ++index) positions.push_back(first + index);
+      for (int64_t index = 0; index < -count; ++index) *to++ = first + index;
     }
   }
-  return positions;
 }
 
 Selection select_positions(std::span<const int64_t> positions, std::span<const int64_t> tensor_sizes,

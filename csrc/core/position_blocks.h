@@ -29,6 +29,8 @@ class PositionBlocks {
   std::span<const uint16_t> offsets() const { return offsets_; }
   int64_t size() const { return size_; }
   std::vector<int64_t> decode() const;
+  // Into space for `size()` positions. Throws std::invalid_argument for other space.
+  void decode(std::span<int64_t> positions) const;
 
  private:
   std::vector<int32_t> blocks_;

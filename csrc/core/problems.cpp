@@ -16,11 +16,6 @@ constexpr size_t kMaxNamedRanks = 8;
 constexpr size_t kMaxNamedMeshes = 4;
 
 // As Python prints a tuple.
-std::string format_sizes(std::span<const int64_t> sizes) {
-  std::string text = "(";
-  for (size_t dim = 0; dim < sizes.size(); ++dim) text += (dim > 0 ? ", " : "") + std::to_string(sizes[dim]);
-  return text + (sizes.size() == 1 ? ",)" : ")");
-}
 
 std::string format_steps(const std::vector<ShardStep>& steps, const MeshForm& mesh) {
   std::string text = "(";
@@ -111,6 +106,12 @@ KeyProblem describe_unresolved(const Kind& kind, const MeshForm& mesh, int64_t o
 }
 
 }  // namespace
+
+std::string format_sizes(std::span<const int64_t> sizes) {
+  std::string text = "(";
+  for (size_t dim = 0; dim < sizes.size(); ++dim) text += (dim > 0 ? ", " : "") + std::to_string(sizes[dim]);
+  return text + (sizes.size() == 1 ? ",)" : ")");
+}
 
 std::string format_placements(std::span<const Placement> placements) {
   std::string text = "[";

@@ -19,6 +19,8 @@ struct KeyProblem {
   std::string detail;
 };
 
+// As Python writes a tuple: "(2, 3)".
+std::string format_sizes(std::span<const int64_t> sizes);
 // In DTensor's words: "[Shard(0), Replicate()]".
 std::string format_placements(std::span<const Placement> placements);
 // "dp 4 x tp 2", or "4x2" of a mesh without names.

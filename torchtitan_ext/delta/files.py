@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import cache
-from itertools import compress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,14 +42,10 @@ from torchtitan_ext.storage.commit.staged_target import staged_target, take_plac
 from torchtitan_ext.storage.formats.opened_safetensors import OpenedSafetensors
 from torchtitan_ext.storage.formats.safetensors_files import lay_out
 from torchtitan_ext.storage.formats.sparse_files import make_file, write_parts
-from torchtitan_ext.storage.raw_tensor import DTYPES, dtype_name
+from torchtitan_ext.storage.raw_tensor import DTYPES
 from torchtitan_ext.storage.weights.layout import name_problems
 from torchtitan_ext.transfer.changed.changes import Changes, HeldTensor, differing_versions
 from torchtitan_ext.transfer.changed.kept import Found
-
-Boxes = tuple[Box, ...]
-
-_REPLICAS_DIFFER = "has replicas that differ, before or after; tte.sync_module_states makes them equal"
 
 # Of the tensors of a part, the dtypes and the sizes behind the first.
 _FORMS: tuple[tuple[str, tuple[int, ...]], ...] = (("int32", (2,)), ("uint16", ()), ("uint8", ()))
@@ -100,7 +92,7 @@ def save(
                 what = f"got {described(changes)}, expected what Snapshot.changes() gives"
                 raise WrongArgumentError("save", (Problem("wrong_argument", "changes", what),))
             own.extend([] if changes is None else parts_of(changes, changes.tensors, changes.item_bytes))
-            return _Offer.of(changes, own)
+            return _offer(changes, own)
 
         def plan(offers: list[_Offer]) -> list[tuple[str, dict[int, list[int]]]]:
             places, head, num_bytes = _planned(offers)
@@ -236,24 +228,16 @@ def _part(file: OpenedSafetensors, fqn: str, number: int, total: TensorTotals) -
 
 
 class WrittenPart(NamedTuple):
-    """What a rank would write of the tensor ``at`` of its changes: ``tensors`` of the file, of these dtypes and shapes.
-    The coordinator hears of a part without its ``tensors``."""
+    """What a rank would write of the tensor ``at`` of its changes: these tensors of the file."""
 
-    fqn: str
     at: int
     box: Box | None
     num_changed: int
-    shapes: Sequence[tuple[str, tuple[int, ...]]]
     tensors: Sequence[Tensor]
 
 
 def parts_of(found: Found | Changes, held: Sequence[HeldTensor], item_bytes: Sequence[int]) -> Iterator[WrittenPart]:
     """What is written of each tensor that has changed."""
-
-    def part(at: int, box: Box | None, num_changed: int, *tensors: Tensor) -> WrittenPart:
-        shapes = [(dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in tensors]
-        return WrittenPart(held[at].fqn, at, box, num_changed, shapes, tensors)
-
     offsets = ops.change_offsets(item_bytes, found.counts)
     first = 0
     for at, count in enumerate(found.counts):
@@ -261,161 +245,71 @@ def parts_of(found: Found | Changes, held: Sequence[HeldTensor], item_bytes: Seq
             coded = _core.PositionBlocks.encode(found.positions[first : first + count].numpy())
             blocks, inside = torch.from_numpy(coded.blocks).view(-1, 2), torch.from_numpy(coded.offsets)
             values = found.values[offsets[at] : offsets[at] + count * item_bytes[at]]
-            yield part(at, None, count, blocks, inside, values)
+            yield WrittenPart(at, None, count, [blocks, inside, values])
         elif at in found.whole:
             for chunk in held[at].shard.chunks:
                 elements = local_view(found.whole[at], chunk.local_offsets, chunk.sizes)
-                yield part(at, (chunk.offsets, chunk.sizes), elements.numel(), as_bytes(elements))
+                yield WrittenPart(at, (chunk.offsets, chunk.sizes), elements.numel(), [as_bytes(elements)])
         first += count
 
 
-class _HeldPiece(NamedTuple):
-    """What the tensor ``at`` of a rank's changes holds, changed or not; ``sums`` are those before, of the bits that are
-    replaced, and after."""
-
-    fqn: str
-    at: int
-    boxes: Boxes
-    replica: str
-    dtype: str
-    shape: tuple[int, ...]
-    sums: tuple[int, int, int]
+_Offer = tuple[tuple[int, int] | None, _core.DeltaOffer]
+"""What a rank tells the coordinator of a save: the versions of its changes, and what they have."""
 
 
-@dataclass(frozen=True)
-class _Offer:
-    """What a rank tells the coordinator of a save; ``elsewhere`` are keys that other ranks hold."""
-
-    versions: tuple[int, int] | None
-    elsewhere: Sequence[str]
-    pieces: Sequence[_HeldPiece]
-    parts: Sequence[WrittenPart]
-
-    @staticmethod
-    def of(changes: Changes | None, own: Sequence[WrittenPart]) -> _Offer:
-        if changes is None:
-            return _Offer(None, (), [], [])
-        kinds = (changes.before, changes.replaced, changes.after)
-        sums = {held.fqn: [of_kind[held.fqn].sums for of_kind in kinds] for held in changes.tensors}
-        pieces = []
-        for at, held in enumerate(changes.tensors):
-            if held.box in sums[held.fqn][0]:
-                of_key = changes.before[held.fqn]
-                before, replaced, after = (of_kind[held.box] for of_kind in sums[held.fqn])
-                name, shape = of_key.dtype.removeprefix("torch."), of_key.shape
-                boxes = tuple((chunk.offsets, chunk.sizes) for chunk in held.shard.chunks)
-                pieces.append(_HeldPiece(held.fqn, at, boxes, of_key.replica, name, shape, (before, replaced, after)))
-        parts = [part._replace(tensors=()) for part in own]
-        return _Offer((changes.base_version, changes.version), changes.elsewhere, pieces, parts)
+def _offer(changes: Changes | None, own: Sequence[WrittenPart]) -> _Offer:
+    told = _core.DeltaOffer()
+    if changes is None:
+        return None, told
+    for fqn in changes.elsewhere:
+        told.add_elsewhere(fqn)
+    for held in changes.tensors:
+        boxes = [(chunk.offsets, chunk.sizes) for chunk in held.shard.chunks]
+        told.add_held(held.fqn, boxes, held.box, changes.before, changes.replaced, changes.after)
+    for part in own:
+        told.add_part(part.at, part.box, part.num_changed, [len(tensor) for tensor in part.tensors])
+    return (changes.base_version, changes.version), told
 
 
 def _planned(offers: Sequence[_Offer]) -> tuple[list[dict[int, list[int]]], bytes, int]:
-    """The places of all ranks, the head of the file and its size."""
-    versions = {offer.versions for offer in offers if offer.versions is not None}
-    if len(versions) != 1:
-        none_given = Problem("ranks_disagree", "changes", "were given on no rank")
-        raise refusal("save", differing_versions([offer.versions for offer in offers]) or [none_given])
-    writers, totals = _writers_and_totals(offers)
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-    names: dict[tuple[int, int], list[str]] = {}
-    boxes: dict[str, list[Box | None]] = defaultdict(list)
-    counts: dict[str, int] = defaultdict(int)
-    for rank, offer in enumerate(offers):
-        for number, part in enumerate(offer.parts):
-            if (rank, part.at) not in writers:
-                continue
-            names[rank, number] = part_names(part.fqn, len(boxes[part.fqn]), part.box)
-            tensors.update(zip(names[rank, number], part.shapes, strict=True))
-            boxes[part.fqn].append(part.box)
-            counts[part.fqn] += part.num_changed
-    noted = {fqn: replace(of, count=counts[fqn], boxes=tuple(boxes[fqn])) for fqn, of in totals.items()}
-    ((base_version, version),) = versions
-    file = lay_out(tensors, {NOTE: encode_note(base_version, version, noted)})
-    places: list[dict[int, list[int]]] = [{} for _ in offers]
-    for (rank, number), of_part in names.items():
-        places[rank][number] = [file.offsets[name] for name in of_part]
-    return places, file.header, file.num_bytes
-
-
-def _writers_and_totals(offers: Sequence[_Offer]) -> tuple[set[tuple[int, int]], dict[str, TensorTotals]]:
-    """Which tensor of which rank is written, so that all of each global tensor is given once; and the totals of these.
+    """The places of all ranks, the head of the file and its size.
 
     Raises:
         StateRefusedError: (a subclass) Of all keys that do not make one whole file.
     """
-    held: dict[str, dict[Boxes, list[tuple[int, _HeldPiece]]]] = {}
-    for rank, offer in enumerate(offers):
-        for piece in offer.pieces:
-            held.setdefault(piece.fqn, {}).setdefault(piece.boxes, []).append((rank, piece))
-    cover_defect = cache(_core.cover_defect)
-    silent = [rank for rank, offer in enumerate(offers) if offer.versions is None]
+    of_ranks = [versions for versions, _ in offers]
+    versions = set(of_ranks) - {None}
+    if len(versions) != 1:
+        none_given = Problem("ranks_disagree", "changes", "were given on no rank")
+        raise refusal("save", differing_versions(of_ranks) or [none_given])
+    plan = _core.plan_delta([told for _, told in offers], list(DTYPES))
+    problems = _problems(plan, [rank for rank, given in enumerate(of_ranks) if given is None])
+    if problems:
+        raise refusal("save", problems)
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    names = [part_names(part.key, part.number, part.box) for part in plan.writes]
+    for part, of_part in zip(plan.writes, names, strict=True):
+        for name, (dtype, more), length in zip(of_part, _FORMS[-len(of_part) :], part.lengths, strict=True):
+            tensors[name] = dtype, (length, *more)
+    totals = {fqn: TensorTotals(*of_key) for fqn, of_key in plan.totals.items()}
+    ((base_version, version),) = filter(None, versions)
+    file = lay_out(tensors, {NOTE: encode_note(base_version, version, totals)})
+    places: list[dict[int, list[int]]] = [{} for _ in offers]
+    for part, of_part in zip(plan.writes, names, strict=True):
+        places[part.rank][part.part] = [file.offsets[name] for name in of_part]
+    return places, file.header, file.num_bytes
+
+
+def _problems(plan: _core.DeltaPlan, silent: Sequence[int]) -> list[Problem]:
+    """Why there is no whole file. ``silent`` ranks gave no changes."""
     remedy = "save with a group of all ranks that hold it"
     if silent:
         remedy = f"rank(s) {named(silent)} gave None: pass there what Snapshot.changes() gives"
-    nowhere = dict.fromkeys(fqn for offer in offers for fqn in offer.elsewhere if fqn not in held)
-    problems = [Problem("incomplete_cover", fqn, f"no rank gave changes of it; {remedy}") for fqn in nowhere]
-    problems += name_problems(held)
-    writers: set[tuple[int, int]] = set()
-    totals: dict[str, TensorTotals] = {}
-    for fqn, pieces in held.items():
-        reason = _why_not_written(fqn, pieces)
-        if reason is not None:
-            problems.append(reason)
-            continue
-        replicas, defect = _whole_replicas(pieces, cover_defect)
-        if not replicas:
-            ranks = sorted({rank for members in pieces.values() for rank, _ in members})
-            what = f"rank(s) {named(ranks)} gave changes that {defect}; {remedy}"
-            problems.append(Problem("incomplete_cover", fqn, what))
-            continue
-        before, replaced, after = _sums_of(replicas[0])
-        if any(_sums_of(replica) != (before, replaced, after) for replica in replicas):
-            problems.append(Problem("replicas_differ", fqn, _REPLICAS_DIFFER))
-        writers.update((rank, piece.at) for rank, piece in replicas[0])
-        _, one = replicas[0][0]
-        totals[fqn] = TensorTotals(one.dtype, one.shape, 0, before, replaced, after, ())
-    if problems:
-        raise refusal("save", problems)
-    return writers, totals
-
-
-def _why_not_written(fqn: str, pieces: Mapping[Boxes, Sequence[tuple[int, _HeldPiece]]]) -> Problem | None:
-    """Why what the ranks hold of a tensor does not go into a file, apart from what is missing."""
-    (first, one), *others = [member for members in pieces.values() for member in members]
-    for rank, other in others:
-        if (other.dtype, other.shape) != (one.dtype, one.shape):
-            what = f"is {one.dtype} of shape {one.shape} on rank {first}, {other.dtype} of shape {other.shape} on rank "
-            return Problem("ranks_disagree", fqn, f"{what}{rank}; give changes of snapshots of one state")
-    if one.dtype not in DTYPES:
-        what = f"is {one.dtype}, which files of changes do not have; leave it out of the snapshot"
-        return Problem("unsupported_tensor", fqn, what)
-    if any(piece.sums != members[0][1].sums for members in pieces.values() for _, piece in members):
-        return Problem("replicas_differ", fqn, _REPLICAS_DIFFER)
-    return None
-
-
-def _whole_replicas(
-    pieces: Mapping[Boxes, Sequence[tuple[int, _HeldPiece]]],
-    cover_defect: Callable[[tuple[int, ...], Boxes], str | None],
-) -> tuple[list[list[tuple[int, _HeldPiece]]], str | None]:
-    """Pieces that have each element of a tensor once, or why there are none.
-
-    The first piece of each box, where boxes do not overlap: so a rank may be silent whose boxes another one has. Else
-    each replica that was given whole.
-    """
-    firsts = [members[0] for members in pieces.values()]
-    shape = firsts[0][1].shape
-    defect = cover_defect(shape, tuple(box for boxes in pieces for box in boxes))
-    if defect is None:
-        return [firsts], None
-    replicas: dict[Any, dict[Boxes, tuple[int, _HeldPiece]]] = {}
-    for members in pieces.values():
-        for rank, piece in members:
-            of_replica = replicas.setdefault(piece.replica or rank, {})
-            of_replica.setdefault(piece.boxes, (rank, piece))
-    are_whole = [cover_defect(shape, tuple(box for boxes in of for box in boxes)) is None for of in replicas.values()]
-    return [list(of.values()) for of in compress(replicas.values(), are_whole)], defect
-
-
-def _sums_of(pieces: Sequence[tuple[int, _HeldPiece]]) -> tuple[int, ...]:
-    return tuple(_core.add_sums(*sums) for sums in zip(*(piece.sums for _, piece in pieces), strict=True))
+    problems = [Problem("incomplete_cover", fqn, f"no rank gave changes of it; {remedy}") for fqn in plan.nowhere]
+    problems += name_problems(plan.keys)
+    for fault in plan.faults:
+        what = fault.detail
+        if fault.kind == "incomplete_cover":
+            what = f"rank(s) {named(fault.ranks)} gave changes that {what}; {remedy}"
+        problems.append(Problem(fault.kind, fault.key, what))
+    return problems

@@ -35,7 +35,7 @@ from torchtitan_ext.transfer.phases import transfer_phases
 from torchtitan_ext.transfer.planning import RankPart
 from torchtitan_ext.transfer.quantizer import Quantizer
 from torchtitan_ext.transfer.side import Side
-from torchtitan_ext.transfer.transport import Transport, rows_of
+from torchtitan_ext.transfer.transport import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -278,7 +278,7 @@ class TransferPlan:
             targets=run.targets,
             sends=self._sends.boxes,
             receives=self._receives.boxes,
-            find=lambda rows: packed_changes(rows, run.changes) if sent is None else sent.find(sources),
+            find=lambda table: packed_changes(table, run.changes) if sent is None else sent.find(table, sources),
             transport=self._transport,
             timeout_seconds=self._timeout_seconds,
         )
@@ -366,8 +366,7 @@ class TransferPlan:
             sides = run.sources, run.targets, self._sends.boxes, self._receives.boxes
             changed = self._sends.changed, self._receives.changed
             different = different_boxes(*sides, changed, self._source.device, self._transport, self._timeout_seconds)
-            rows = list(rows_of(self._receives.boxes)) if different else []
-            return [self._receives.name_of(rows[number].tensor) for number in different]
+            return [self._receives.name_of(tensor) for tensor in different]
 
         return phases.on_all("verify", compare, doing="ranks compared sums", exchange_name=self._name_of("sums"))
 

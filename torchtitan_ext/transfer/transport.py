@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_ext import ops
+from torchtitan_ext import _core, ops
 from torchtitan_ext.layout.dtensor import local_view
 
 
@@ -72,64 +71,23 @@ class Box(NamedTuple):
 
 def boxes_of(table: Tensor, tensors: Sequence[Tensor]) -> Iterator[Box]:
     """The boxes of a table, by peer, in the order in which each pair of ranks counts them."""
-    for row in rows_of(table):
-        yield Box(row.peer, part_of(tensors[row.tensor], row), dtype_of(row, tensors))
+    for box in exchange_table(table, tensors).boxes:
+        yield Box(box.peer, part_of(tensors[box.tensor], box), dtype_of(box, tensors))
 
 
-class Row(NamedTuple):
-    """A box in a table.
-
-    Attributes:
-        peer: The other rank, by its position in the group.
-        tensor: Which of the rank's tensors.
-        cast_to: The number of the dtype to which the sender converts, or -1.
-        offsets, sizes: The box, in the rank's tensor.
-    """
-
-    peer: int
-    tensor: int
-    cast_to: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+def exchange_table(table: Tensor, tensors: Sequence[Tensor]) -> _core.ExchangeTable:
+    """A table of boxes of these tensors."""
+    return _core.ExchangeTable(table.numpy(), [tensor.shape for tensor in tensors])
 
 
-def rows_of(table: Tensor) -> Iterator[Row]:
-    """The rows of a table of boxes."""
-    entries = table.tolist()
-    place = 0
-    while place < len(entries):
-        num_dims = entries[place + 3]
-        first, last = place + 4 + num_dims, place + 4 + 2 * num_dims
-        peer, tensor, cast_to = entries[place : place + 3]
-        yield Row(peer, tensor, cast_to, tuple(entries[place + 4 : first]), tuple(entries[first:last]))
-        place = last
-
-
-def dtype_of(row: Row, tensors: Sequence[Tensor]) -> torch.dtype:
+def dtype_of(box: _core.ExchangeBox, tensors: Sequence[Tensor]) -> torch.dtype:
     """That of the elements of a box on their way."""
-    return tensors[row.tensor].dtype if row.cast_to < 0 else ops.numbered_dtype(row.cast_to)
+    return tensors[box.tensor].dtype if box.dtype < 0 else ops.numbered_dtype(box.dtype)
 
 
-def part_of(tensor: Tensor, row: Row) -> Tensor:
-    """A view of the box of a row."""
-    return local_view(tensor, row.offsets, row.sizes)
-
-
-def table_of(rows: Iterable[Row]) -> Tensor:
-    """The table with these rows."""
-    entries: list[int] = []
-    for row in rows:
-        entries += (row.peer, row.tensor, row.cast_to, len(row.sizes), *row.offsets, *row.sizes)
-    return torch.tensor(entries, dtype=torch.int64, device="cpu")
-
-
-def flat_table(rows: Sequence[Row | Box], sizes: Sequence[int]) -> Tensor:
-    """A table in which each peer gets, or sends, one range of a flat tensor: the consecutive parts of its rows."""
-    ends = list(accumulate(sizes, initial=0))
-    peers = [row.peer for row in rows]
-    starts = [at for at, peer in enumerate(peers) if at == 0 or peers[at - 1] != peer]
-    ranges = [(first, last) for first, last in pairwise([*starts, len(rows)]) if ends[last] > ends[first]]
-    return table_of(Row(peers[a], 0, -1, (ends[a],), (ends[b] - ends[a],)) for a, b in ranges)
+def part_of(tensor: Tensor, box: _core.ExchangeBox) -> Tensor:
+    """A view of a box of a tensor."""
+    return local_view(tensor, box.offsets, box.sizes)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from torchtitan_ext.offline.torch_boxes import held_piece
 from torchtitan_ext.storage.commit.staged_target import staged_target, take_place
 from torchtitan_ext.storage.commit.steps import step_of
 from torchtitan_ext.storage.formats.safetensors_spool import SafetensorsSpool
+from torchtitan_ext.storage.raw_tensor import dtype_name
 from torchtitan_ext.storage.weights.layout import name_problems
 from torchtitan_ext.transfer.changed.kept import find_between
 
@@ -154,8 +155,8 @@ def _add_tensor(
         replaced, total = add_sums(replaced, old), add_sums(total, new, -old)
         for part in parts_of(found, [held], [a.element_size()]):
             names = part_names(key, len(boxes), part.box)
-            for name, (dtype, sizes), data in zip(names, part.shapes, part.tensors, strict=True):
-                spool.add(name, dtype, sizes, data)
+            for name, data in zip(names, part.tensors, strict=True):
+                spool.add(name, dtype_name(data.dtype), tuple(data.shape), data)
             boxes.append(part.box)
             count += part.num_changed
     if total != after:

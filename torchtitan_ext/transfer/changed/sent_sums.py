@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from torchtitan_ext import _core
 from torchtitan_ext.state.value_digest import sum_box
-from torchtitan_ext.transfer.transport import Box, Transport, boxes_of, flat_table
+from torchtitan_ext.transfer.transport import Transport, dtype_of, exchange_table, part_of
 
 
 def different_boxes(
@@ -21,40 +23,42 @@ def different_boxes(
     transport: Transport,
     timeout_seconds: float,
 ) -> list[int]:
-    """Which of this rank's received boxes hold other elements than were sent, after casts. Collective.
+    """Which of the targets have a box that holds other elements than were sent, after casts. Collective.
 
     Args:
         sources, targets, sends, receives: What was exchanged, as for ``Transport.exchange``.
         changed: The numbers of the boxes that are compared, of those sent and of those received.
         device: On which the tensors lie.
     """
-    out, received = (
-        _some(table, tensors, which)
-        for table, tensors, which in (
-            (sends, sources, changed[0]),
-            (receives, targets, changed[1]),
-        )
-    )
-    told, own = _sums(out, device), _sums(received, device)
+    out, received = exchange_table(sends, sources), exchange_table(receives, targets)
+    told, own = _sums(out, sources, changed[0], device), _sums(received, targets, changed[1], device)
     expected = torch.empty_like(own)
     transport.exchange(
         [told],
         [expected],
-        flat_table(out, [1] * len(out)),
-        flat_table(received, [1] * len(received)),
+        _one_number_each(out, changed[0]),
+        _one_number_each(received, changed[1]),
         number=0,
         timeout_seconds=timeout_seconds,
     )
-    return [changed[1][at] for at in (expected != own).nonzero().flatten().tolist()]
+    boxes = received.boxes
+    return [boxes[changed[1][at]].tensor for at in (expected != own).nonzero().flatten().tolist()]
 
 
-def _some(table: Tensor, tensors: list[Tensor], numbers: Sequence[int]) -> list[Box]:
-    wanted = set(numbers)
-    return [box for number, box in enumerate(boxes_of(table, tensors)) if number in wanted]
+def _one_number_each(table: _core.ExchangeTable, numbers: Sequence[int]) -> Tensor:
+    """The table of an exchange of a number for each of some boxes."""
+    sizes = np.zeros(len(table), dtype=np.int64)
+    sizes[numbers] = 1
+    return torch.from_numpy(table.flat_entries(sizes))
 
 
-def _sums(boxes: Sequence[Box], device: torch.device) -> Tensor:
-    """Of each box, as it travels."""
+def _sums(
+    table: _core.ExchangeTable, tensors: Sequence[Tensor], numbers: Sequence[int], device: torch.device
+) -> Tensor:
+    """Of each of some boxes, as it travels."""
+    boxes, sums = table.boxes, []
     with torch.no_grad():
-        sums = [sum_box(box.part.to(box.sent_as), (0,) * box.part.dim(), tuple(box.part.shape)) for box in boxes]
+        for box in map(boxes.__getitem__, numbers):
+            part = part_of(tensors[box.tensor], box).to(dtype_of(box, tensors))
+            sums.append(sum_box(part, (0,) * part.dim(), tuple(part.shape)))
     return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device=device)
