@@ -60,8 +60,8 @@ class ChildProcess:
         except (EOFError, OSError) as lost:
             self._process.join(5)
             raise RuntimeError(
-                f"the process that saves for this rank died (exit code {self._process.exitcode}) before it was done; if "
-                "it printed what your script prints, put the script's work under if __name__ == '__main__'"
+                f"the process that saves for this rank died (exit code {self._process.exitcode}) before it was done; "
+                "if it printed what your script prints, put the script's work under if __name__ == '__main__'"
             ) from lost
         if error is not None:
             raise error
