@@ -158,8 +158,9 @@ void register_box_changes(py::module_& module) {
       .def(
           "unpack",
           [](const IncomingChanges& changes, const Array<uint8_t>& data) {
-            Array<int64_t> positions(changes.num_positions());
-            Array<uint8_t> values(changes.num_value_bytes());
+            const core::ListOffsets sizes = changes.list_offsets();
+            Array<int64_t> positions(sizes.elements.back());
+            Array<uint8_t> values(sizes.value_bytes.back());
             const std::span<int64_t> to_positions(positions.mutable_data(), static_cast<size_t>(positions.size()));
             const std::span<uint8_t> to_values(values.mutable_data(), static_cast<size_t>(values.size()));
             const std::span<const uint8_t> from = span_of(data);

@@ -15,11 +15,8 @@ namespace {
 
 constexpr const char* kWhere = "changes of boxes";
 constexpr int64_t kDataAlignment = 8;
-constexpr int64_t kValuesAlignment = 16;  // that of ops.change_offsets
 
 static_assert(sizeof(BoxHeader) == BoxChanges::kHeaderNumbers * sizeof(int64_t));
-
-int64_t aligned(int64_t num_bytes, int64_t alignment) { return (num_bytes + alignment - 1) / alignment * alignment; }
 
 template <size_t kItemBytes>
 void gather_items(std::span<const uint8_t> values, std::span<const int64_t> indices, uint8_t* gathered) {
@@ -107,32 +104,28 @@ std::string why_no_header(const BoxHeader& header, int64_t num_elements) {
 
 int64_t BoxHeader::num_bytes(int64_t item_bytes) const {
   if (num_changed <= 0) return 0;
-  return aligned(8 * num_blocks + 2 * num_offsets + checked_mul(item_bytes, num_changed), kDataAlignment);
+  const int64_t num_bytes = 8 * num_blocks + 2 * num_offsets + checked_mul(item_bytes, num_changed);
+  return checked_add(num_bytes, -num_bytes & (kDataAlignment - 1));
 }
 
 std::vector<TensorChanges> split_changes(std::span<const int64_t> item_bytes, std::span<const int64_t> counts,
                                          std::span<const int64_t> whole, std::span<const int64_t> positions,
                                          std::span<const uint8_t> values) {
-  TTE_CHECK(item_bytes.size() == counts.size(), kWhere, "got ", counts.size(), " counts for ", item_bytes.size(),
-            " tensors");
+  const ListOffsets begins = list_offsets(item_bytes, counts, kWhere);
   const std::set<int64_t> are_whole(whole.begin(), whole.end());
   std::vector<TensorChanges> changes;
-  int64_t first = 0;
-  int64_t end = 0;
   for (size_t tensor = 0; tensor < counts.size(); ++tensor) {
-    const int64_t count = counts[tensor];
-    const int64_t begin = aligned(end, kValuesAlignment);
-    const int64_t num_bytes = checked_mul(count, item_bytes[tensor]);
-    end = checked_add(begin, num_bytes);
-    TTE_CHECK(count >= 0 && count <= static_cast<int64_t>(positions.size()) - first, kWhere, "got ", positions.size(),
-              " positions, too few for tensor ", tensor);
-    const bool has_values = end <= static_cast<int64_t>(values.size());
-    TTE_CHECK(count == 0 || has_values, kWhere, "got ", values.size(), " bytes, too few for tensor ", tensor);
-    const auto own =
-        count == 0 ? values.first(0) : values.subspan(static_cast<size_t>(begin), static_cast<size_t>(num_bytes));
+    const auto count = static_cast<size_t>(counts[tensor]);
+    const auto first = static_cast<size_t>(begins.elements[tensor]);
+    const auto begin = static_cast<size_t>(begins.value_bytes[tensor]);
+    const size_t num_bytes = count * static_cast<size_t>(item_bytes[tensor]);
+    TTE_CHECK(first + count <= positions.size(), kWhere, "got ", positions.size(), " positions, too few for tensor ",
+              tensor);
+    TTE_CHECK(count == 0 || begin + num_bytes <= values.size(), kWhere, "got ", values.size(),
+              " bytes, too few for tensor ", tensor);
     changes.push_back({item_bytes[tensor], are_whole.contains(static_cast<int64_t>(tensor)),
-                       positions.subspan(static_cast<size_t>(first), static_cast<size_t>(count)), own});
-    first += count;
+                       positions.subspan(first, count),
+                       count == 0 ? values.first(0) : values.subspan(begin, num_bytes)});
   }
   return changes;
 }
@@ -294,41 +287,27 @@ std::vector<int64_t> IncomingChanges::counts() const {
   return counts;
 }
 
-int64_t IncomingChanges::num_positions() const {
-  int64_t num_positions = 0;
-  for (const int64_t count : counts()) num_positions = checked_add(num_positions, count);
-  return num_positions;
-}
-
-int64_t IncomingChanges::num_value_bytes() const {
-  int64_t end = 0;
-  const std::vector<int64_t> of_boxes = counts();
-  for (size_t box = 0; box < of_boxes.size(); ++box) {
-    end = checked_add(aligned(end, kValuesAlignment), checked_mul(of_boxes[box], item_bytes_[box]));
-  }
-  return end;
-}
+ListOffsets IncomingChanges::list_offsets() const { return core::list_offsets(item_bytes_, counts(), kWhere); }
 
 void IncomingChanges::unpack(std::span<const uint8_t> data, std::span<int64_t> positions,
                              std::span<uint8_t> values) const {
   if (static_cast<int64_t>(data.size()) != num_data_bytes()) {
     throw WireError(concat(kWhere, ": got ", data.size(), " bytes, expected ", num_data_bytes()));
   }
-  TTE_CHECK(static_cast<int64_t>(positions.size()) == num_positions() &&
-                static_cast<int64_t>(values.size()) == num_value_bytes(),
+  const ListOffsets begins = list_offsets();
+  TTE_CHECK(static_cast<int64_t>(positions.size()) == begins.elements.back() &&
+                static_cast<int64_t>(values.size()) == begins.value_bytes.back(),
             kWhere, "got space for ", positions.size(), " positions and ", values.size(), " bytes");
-  int64_t end = 0;
   for (size_t number = 0; number < headers_.size(); ++number) {
     const BoxHeader& header = headers_[number];
-    end = aligned(end, kValuesAlignment);
     if (header.num_changed <= 0) continue;
     const ExchangeBox& box = table_->boxes()[number];
     std::span<const uint8_t> own = data.first(static_cast<size_t>(header.num_bytes(item_bytes_[number])));
     data = data.subspan(own.size());
     std::vector<int32_t> blocks = take<int32_t>(own, 2 * header.num_blocks);
     std::vector<uint16_t> offsets = take<uint16_t>(own, header.num_offsets);
-    const auto in_box = positions.first(static_cast<size_t>(header.num_changed));
-    positions = positions.subspan(in_box.size());
+    const auto in_box =
+        positions.subspan(static_cast<size_t>(begins.elements[number]), static_cast<size_t>(header.num_changed));
     try {
       PositionBlocks(std::move(blocks), std::move(offsets)).decode(in_box);
     } catch (const std::invalid_argument& error) {
@@ -338,8 +317,7 @@ void IncomingChanges::unpack(std::span<const uint8_t> data, std::span<int64_t> p
       fail(number, box, concat("element ", in_box.back(), " of ", num_elements(box.sizes), " has changed"));
     }
     const auto num_bytes = static_cast<size_t>(header.num_changed * item_bytes_[number]);
-    std::ranges::copy(own.first(num_bytes), values.begin() + end);
-    end += static_cast<int64_t>(num_bytes);
+    std::ranges::copy(own.first(num_bytes), values.begin() + begins.value_bytes[number]);
   }
 }
 

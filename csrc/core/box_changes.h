@@ -19,6 +19,7 @@
 
 #include "core/chunk.h"
 #include "core/exchange_table.h"
+#include "core/list_offsets.h"
 
 namespace torchtitan_ext::core {
 
@@ -46,7 +47,7 @@ struct TensorChanges {
 // Of each tensor its part of what `ops.find_changes` has found. Throws std::invalid_argument where that is not enough.
 // Args:
 //   whole: the numbers of the tensors that go whole;
-//   values: those of a tensor begin at a multiple of 16 bytes.
+//   positions, values: the lists of all tensors (list_offsets.h).
 std::vector<TensorChanges> split_changes(std::span<const int64_t> item_bytes, std::span<const int64_t> counts,
                                          std::span<const int64_t> whole, std::span<const int64_t> positions,
                                          std::span<const uint8_t> values);
@@ -134,12 +135,10 @@ class IncomingChanges : public BoxChanges {
   // What came of the exchange of headers. Throws WireError.
   void take_headers(std::span<const int64_t> numbers);
 
-  // After `take_headers`: of each box how many elements are listed; and the bytes of their values, of which those of each
-  // box begin at a multiple of 16.
+  // After `take_headers`: of each box how many elements are listed, and where in the lists of all boxes.
   std::vector<int64_t> counts() const;
-  int64_t num_positions() const;
-  int64_t num_value_bytes() const;
-  // What came of the exchange of data; fills `num_positions` positions, in their boxes, and the values. Throws WireError.
+  ListOffsets list_offsets() const;
+  // What came of the exchange of data; fills the lists of positions, in their boxes, and of values. Throws WireError.
   void unpack(std::span<const uint8_t> data, std::span<int64_t> positions, std::span<uint8_t> values) const;
 
   // The tensors of which a box had other bits than the changes replace, one for each such box. `sums` are those of the

@@ -15,8 +15,6 @@ constexpr size_t kMaxNamedChunks = 4;
 constexpr size_t kMaxNamedRanks = 8;
 constexpr size_t kMaxNamedMeshes = 4;
 
-// As Python prints a tuple.
-
 std::string format_steps(const std::vector<ShardStep>& steps, const MeshForm& mesh) {
   std::string text = "(";
   for (const ShardStep& step : steps) {

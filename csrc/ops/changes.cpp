@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "core/check.h"
+#include "core/list_offsets.h"
 #include "ops/change_lists.h"
 #include "ops/change_marks.h"
 #include "ops/chunk_table.h"
@@ -13,11 +14,7 @@
 namespace torchtitan_ext::ops {
 namespace {
 
-using core::checked_add;
 using core::checked_mul;
-
-// The values of a tensor begin at multiples of the largest element's size.
-constexpr int64_t kValuesAlignment = 16;
 
 Subject subject(const char* op, const char* name, size_t index) { return {op, name, static_cast<int64_t>(index)}; }
 
@@ -54,26 +51,6 @@ TensorView list_view(const Tensor& tensor, Access access, int32_t dtype, int64_t
             " elements, expected at least ", num_elements);
   check_same_device(view, on, list_is, of_on);
   return view;
-}
-
-// Where the parts of each tensor begin in the lists, and behind the last one where they end.
-struct ListOffsets {
-  std::vector<int64_t> elements, value_bytes;
-};
-
-ListOffsets offsets_of(std::span<const int64_t> counts, std::span<const int64_t> item_bytes, const char* op) {
-  ListOffsets offsets;
-  int64_t element = 0, byte = 0;
-  for (size_t index = 0; index < counts.size(); ++index) {
-    TTE_CHECK(counts[index] >= 0, op, "counts[", index, "] is ", counts[index]);
-    offsets.elements.push_back(element);
-    offsets.value_bytes.push_back(checked_add(byte, -byte & (kValuesAlignment - 1)));
-    element = checked_add(element, counts[index]);
-    byte = checked_add(offsets.value_bytes.back(), checked_mul(counts[index], item_bytes[index]));
-  }
-  offsets.elements.push_back(element);
-  offsets.value_bytes.push_back(byte);
-  return offsets;
 }
 
 std::vector<int64_t> item_bytes_of(std::span<const TensorView> views) {
@@ -150,7 +127,7 @@ ListedElements::Chunks chunks_by_position(const PlacedShard& shard, const Tensor
 }
 
 std::vector<ListedElements> listed_elements(std::span<const TensorView> views, std::span<const PlacedShard> shards,
-                                            std::span<const int64_t> counts, const ListOffsets& offsets,
+                                            std::span<const int64_t> counts, const core::ListOffsets& offsets,
                                             const TensorView& positions, const char* op) {
   std::vector<ListedElements> listed;
   listed.reserve(views.size());
@@ -181,8 +158,8 @@ void check_aligned(std::span<const TensorView> views, const char* op, const char
 }
 
 void check_values_aligned(const TensorView& values, const char* op) {
-  TTE_CHECK(values.address % kValuesAlignment == 0, op, "values does not begin at a multiple of ", kValuesAlignment,
-            " bytes; clone() it first");
+  TTE_CHECK(values.address % core::kValuesAlignment == 0, op, "values does not begin at a multiple of ",
+            core::kValuesAlignment, " bytes; clone() it first");
 }
 
 Tensor empty_int64(const TensorView& on, std::vector<int64_t> sizes) {
@@ -218,7 +195,7 @@ Tensor changed_elements_(const TensorList& new_tensors, const TensorList& base, 
   const std::vector<MarkedPair> pairs = pairs_of(left, base, op, right);
   check_counts(counts, left.size(), op);
   const std::vector<PlacedShard> shards = placed_shards(left, tables, op, "new");
-  const ListOffsets offsets = offsets_of(counts, item_bytes_of(left), op);
+  const core::ListOffsets offsets = core::list_offsets(item_bytes_of(left), counts, op);
   const Subject on_is{op, "new", 0};
   const int64_t num_words = pairs.back().first_word + pairs.back().num_words();
   const TensorView mask_view =
@@ -294,7 +271,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> find_changes(const TensorList& new_te
   }
   Ints listed(left.size());
   for (size_t index = 0; index < left.size(); ++index) listed[index] = count[index] > limits[index] ? 0 : count[index];
-  const ListOffsets offsets = offsets_of(listed, item_bytes_of(left), op);
+  const core::ListOffsets offsets = core::list_offsets(item_bytes_of(left), listed, op);
   Tensor positions = empty_int64(left[0], {offsets.elements.back()});
   const int64_t num_bytes[] = {offsets.value_bytes.back()};
   Tensor values = empty_on(left[0], num_bytes, aoti_torch_dtype_uint8());
@@ -325,7 +302,7 @@ std::tuple<Tensor, Tensor> sum_elements(const TensorList& tensors, const Ints& t
   const std::vector<TensorView> views = views_of(tensors, Access::kRead, op, "shards");
   check_counts(counts, views.size(), op);
   const std::vector<PlacedShard> shards = placed_shards(views, tables, op, "shards");
-  const ListOffsets offsets = offsets_of(counts, item_bytes_of(views), op);
+  const core::ListOffsets offsets = core::list_offsets(item_bytes_of(views), counts, op);
   const TensorView list = list_view(positions, Access::kRead, aoti_torch_dtype_int64(), offsets.elements.back(),
                                     views[0], {op, "shards", 0}, {op, "positions"});
   Tensor sums = empty_int64(views[0], {static_cast<int64_t>(views.size())});
@@ -350,7 +327,7 @@ void apply_changes_(const TensorList& tensors, const Ints& tables, const Tensor&
   const std::vector<TensorView> views = views_of(tensors, Access::kWrite, op, "shards");
   check_counts(counts, views.size(), op);
   const std::vector<PlacedShard> shards = placed_shards(views, tables, op, "shards");
-  const ListOffsets offsets = offsets_of(counts, item_bytes_of(views), op);
+  const core::ListOffsets offsets = core::list_offsets(item_bytes_of(views), counts, op);
   const Subject on_is{op, "shards", 0};
   const std::array<TensorView, 2> read = {list_view(positions, Access::kRead, aoti_torch_dtype_int64(),
                                                     offsets.elements.back(), views[0], on_is, {op, "positions"}),

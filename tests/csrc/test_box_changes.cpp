@@ -209,8 +209,8 @@ TEST(BoxChanges, BringWhatChanged) {
     }
     const auto data = deliver(sent_data, data_sends, data_receives, num_received);
     for (size_t rank = 0; rank < num_ranks; ++rank) {
-      Numbers positions(static_cast<size_t>(incoming[rank]->num_positions()));
-      Bytes values(static_cast<size_t>(incoming[rank]->num_value_bytes()));
+      Numbers positions(static_cast<size_t>(incoming[rank]->list_offsets().elements.back()));
+      Bytes values(static_cast<size_t>(incoming[rank]->list_offsets().value_bytes.back()));
       incoming[rank]->unpack(data[rank], positions, values);
       Found expected;
       Numbers sums, whole;
@@ -305,8 +305,8 @@ TEST(BoxChanges, FindTheChangesOfPartsOfChunks) {
     incoming.take_headers(headers);
     Bytes data(static_cast<size_t>(outgoing.num_data_bytes()));
     outgoing.write_data(data);
-    Numbers positions(static_cast<size_t>(incoming.num_positions()));
-    Bytes values(static_cast<size_t>(incoming.num_value_bytes()), 0xee);
+    Numbers positions(static_cast<size_t>(incoming.list_offsets().elements.back()));
+    Bytes values(static_cast<size_t>(incoming.list_offsets().value_bytes.back()), 0xee);
     incoming.unpack(data, positions, values);
     EXPECT_EQ(positions, boxes.positions);
     EXPECT_EQ(values, boxes.values);
@@ -348,8 +348,8 @@ class HostileChanges : public ::testing::Test {
     incoming.take_headers(headers);
     // What it allocates is bound by its own tensors.
     ASSERT_LE(incoming.num_data_bytes(), 200);
-    Numbers positions(static_cast<size_t>(incoming.num_positions()));
-    Bytes values(static_cast<size_t>(incoming.num_value_bytes()));
+    Numbers positions(static_cast<size_t>(incoming.list_offsets().elements.back()));
+    Bytes values(static_cast<size_t>(incoming.list_offsets().value_bytes.back()));
     incoming.unpack(data, positions, values);
     auto own = positions.begin();
     for (size_t box = 0; box < 2; ++box) {

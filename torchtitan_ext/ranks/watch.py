@@ -88,10 +88,10 @@ _ASKED_STORES = (dist.TCPStore, dist.FileStore, dist.HashStore)  # type: ignore[
 # therefore in the module. Any thread may add and discard entries, in one step each.
 _unfinished: set[tuple[dist.Work, tuple[torch.Tensor, ...]]] = set()
 
-# The last collective of each backend's thread. gloo's thread lets go of one after it has told that it is done, and who
-# lets go last frees its tensors, for which that thread needs Python's lock: it aborts a process that ends meanwhile
-# (seen with torch 2.13, in one exit of thirty). So it must not be the last.
-_ended: deque[dist.Work] = deque(maxlen=2)  # gloo has two threads in a group
+# The collectives that ended last, one for each of the two threads that gloo has in a group. Such a thread lets go of a
+# collective only after it has told that it is done. Whoever lets go last frees the tensors: a thread of gloo needs
+# Python's lock for that, and aborts the process where Python ends meanwhile. So it must not be the last.
+_ended: deque[dist.Work] = deque(maxlen=2)
 
 
 @dataclass(frozen=True)

@@ -189,10 +189,11 @@ class Endpoint:
 
     def memories(self) -> list[tuple[str, tuple[int, Sequence[int], Sequence[int], int]]]:
         """The key and the memory of each tensor that is not made of others or computed when it is read."""
+        computed = set(self._computed)
         return [
             (fqn, (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.itemsize))
-            for fqn, tensor in zip(self.names, self.tensors, strict=True)
-            if is_own_memory(tensor) and not tensor.is_meta
+            for at, (fqn, tensor) in enumerate(zip(self.names, self.tensors, strict=True))
+            if at not in computed and not tensor.is_meta
         ]
 
 
