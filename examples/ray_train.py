@@ -44,7 +44,7 @@ def train_loop_per_worker(config):
 
 if __name__ == "__main__":
     path, num_workers, num_steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    ray.init(num_cpus=num_workers, include_dashboard=False, object_store_memory=100 << 20)
+    ray.init("local", num_cpus=num_workers, include_dashboard=False, object_store_memory=100 << 20)
     trainer = TorchTrainer(
         train_loop_per_worker,
         train_loop_config={"steps": num_steps},

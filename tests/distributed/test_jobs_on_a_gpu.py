@@ -138,9 +138,10 @@ def in_memory_over_nccl(rank: int, world_size: int) -> list[str]:
     if not torch.equal(generator["w"], whole.T.bfloat16()):
         lines.append("reshard through a transform")
 
+    before = copied(job.model.state_dict())
     tte.sync_module_states(job.model, mesh=job.mesh["dp"])
     assert not tte.check_replicas(job.model, mesh=job.mesh["dp"])
-    lines += [f"sync: {line}" for line in wrong(job.model.state_dict(), copied(other.model.state_dict()))]
+    lines += [f"sync: {line}" for line in wrong(job.model.state_dict(), before)]
     for name, tensor in job.model.state_dict().items():
         whole = tte.full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
         if not torch.equal(whole, local_of(tensor)):

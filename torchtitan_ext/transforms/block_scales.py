@@ -46,11 +46,13 @@ class Arithmetic(NamedTuple):
     def scales(self, amax: Tensor) -> tuple[Tensor, Tensor]:
         """The factor of each block, and its scale, from the largest absolute values of its elements (float32)."""
         most = torch.finfo(getattr(torch, self.dtype)).max
+        # Divided by a tensor: by a number, a GPU multiplies by its inverse, and the last bit is another one.
+        divisor = amax.new_full((), most, dtype=self.rounded if self.divides else None)
         if self.scaling == "deepseek":
             amax = amax.clamp(min=1e-4)
-            return most / amax, amax / most
+            return most / amax, amax / divisor
         if self.divides:
-            scales = (amax.to(self.rounded) / most).to(torch.float32)
+            scales = (amax.to(self.rounded) / divisor).to(torch.float32)
             return torch.where(scales > 0, scales, 1.0), scales
         factors = torch.where(amax > 0, most / amax, 1.0)
         return factors, 1.0 / factors

@@ -189,7 +189,9 @@ def quantize(
             number ``m`` of the dtype: ``"transformers"`` multiplies by ``m / a`` and keeps the inverse of that (5.23,
             ``Fp8Quantize``); ``"deepseek"`` has ``s = max(a, 1e-4) / m`` and multiplies by ``1 / s`` (DeepGEMM,
             ``per_block_cast_to_fp8``); ``"torchao"`` divides by ``a / m``, in the dtype of the elements (0.18,
-            ``_choose_scale_float8``). A block of zeros stays zeros.
+            ``_choose_scale_float8``). A block of zeros stays zeros. The same bits on every device, which are those of
+            theirs on the CPU: torch on a GPU multiplies by ``1 / m`` where they divide by it, so that scales of the
+            latter two may differ there in their last bit.
         was: The dtype before, for the inverse.
     """
     return Step("quantize", {"block": block, "dtype": dtype, "scaling": scaling, "was": was})
