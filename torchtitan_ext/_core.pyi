@@ -177,11 +177,7 @@ class MetadataColumns:
         """``None`` for a value that is no tensor."""
     def is_tensor(self, fqn: str) -> bool | None:
         """``None`` where there is no such key."""
-    def list_of(self, fqn: str) -> int | None:
-        """The number of a tensor's chunk list; ``None`` where there is no such tensor."""
     def chunk_list(self, number: int, /) -> list[tuple[_Sizes, _Sizes]]: ...
-    def chunk_index(self, number: int, /) -> ChunkIndex:
-        """The same chunk list, sorted."""
     def add_chunk_list(self, boxes: Sequence[_Box]) -> int:
         """Its number; equal lists have one."""
     def add_tensor(
@@ -929,7 +925,6 @@ class ChunkIndex:
     @staticmethod
     def of_boxes(boxes: Sequence[_Box]) -> ChunkIndex: ...
     def __len__(self) -> int: ...
-    def to_bytes(self) -> bytes: ...
     def box(self, chunk: int) -> _HeldBox: ...
     def boxes(self) -> tuple[_HeldBox, ...]: ...
     def covers(self, shape: Sequence[int]) -> bool:
@@ -939,6 +934,37 @@ class ChunkIndex:
         """The chunks that make up boxes; ``None`` where these have more elements, or less than all of a chunk."""
 
 def find_overlaps(wanted: Sequence[_AnyChunk], saved: Sequence[_Box]) -> list[Overlap]: ...
+
+class SavedChunks:
+    """The chunk list of each tensor of a checkpoint, sorted once, and the same object for equal lists.
+
+    Thousands of keys may share a list. Our saves share the lists themselves, which pickle keeps; those of stock are
+    compared by content.
+
+    Args:
+        columns: The metadata; or ``entries``, by key objects of ``tensor_class``, which have ``chunks``, and others.
+    """
+
+    @overload
+    def __init__(self, columns: MetadataColumns) -> None: ...
+    @overload
+    def __init__(self, entries: dict[str, Any], tensor_class: type) -> None: ...
+    def find(self, fqn: str) -> ChunkIndex | None:
+        """``None`` for a key that is no tensor, or is not there."""
+    def of(self, chunks: list[Any]) -> ChunkIndex:
+        """That of a list like DCP's, of ``ChunkStorageMetadata``."""
+
+def find_uncovered(
+    world: World, wanted: dict[str, str], saved: SavedChunks
+) -> list[tuple[int, int, ChunkIndex]]:
+    """The keys that ranks agree on whose saved chunks do not hold every element of the tensor exactly once.
+
+    Args:
+        wanted: By key the name in the checkpoint.
+
+    Returns:
+        Of each the number, the class, and the chunks.
+    """
 
 class BoxParts:
     """A box in parts of at most so many elements, in row-major order: whole rows of an outer dim, or parts of one row
@@ -1077,7 +1103,7 @@ def find_reads(
     names: Sequence[list[str]],
     entries: dict[str, Any],
     saved_names: dict[str, str],
-    chunks_of: Callable[[str], ChunkIndex],
+    saved: SavedChunks,
     decided: dict[str, tuple[_Step, ...]],
     size_class: type,
 ) -> Reads:
@@ -1085,7 +1111,6 @@ def find_reads(
 
     Args:
         saved_names: What keys are called in the checkpoint, where that differs.
-        chunks_of: What is saved of a key.
         decided: Sharding orders that are not the first of the rank's candidates.
         size_class: ``torch.Size``, for offsets and sizes.
     """

@@ -20,6 +20,7 @@
 #include "bindings/plan.h"
 #include "bindings/plan_items.h"
 #include "bindings/reports.h"
+#include "bindings/saved_chunks.h"
 #include "bindings/shared_reads.h"
 #include "bindings/storage.h"
 #include "bindings/tables.h"
@@ -256,6 +257,7 @@ PYBIND11_MODULE(_core, module) {
   register_delta_plan(module);
   torchtitan_ext::bindings::register_index_order(module);
   register_transfer(module);
+  define_saved_chunks(module);
   torchtitan_ext::bindings::define_items(module);
   torchtitan_ext::bindings::define_plan_items(module);
   torchtitan_ext::bindings::define_transforms(module);

@@ -13,6 +13,7 @@
 
 #include "bindings/convert.h"
 #include "bindings/reports.h"
+#include "bindings/saved_chunks.h"
 #include "core/boxes.h"
 #include "core/check.h"
 #include "core/metadata_columns.h"
@@ -300,8 +301,8 @@ ReadAlike find_parts(const py::object& entry, const py::object& chunk_list, std:
   return alike;
 }
 
-Reads find_reads(const Names& names, const py::dict& entries, const py::dict& saved_names,
-                 const py::function& chunks_of, const py::dict& decided, const py::object& size_class) {
+Reads find_reads(const Names& names, const py::dict& entries, const py::dict& saved_names, SavedChunks& saved,
+                 const py::dict& decided, const py::object& size_class) {
   Reads reads;
   EntryTypes types;
   SizeObjects to_size(size_class);
@@ -323,7 +324,9 @@ Reads find_reads(const Names& names, const py::dict& entries, const py::dict& sa
         order.emplace();
         for (const ShardStep& step : *steps) order->insert(order->end(), {step.axis, step.dim, step.split_factor});
       }
-      const py::object chunk_list = chunks_of(fqn);
+      const py::object chunk_list = saved.find(saved_name);
+      TTE_CHECK(!chunk_list.is_none(), "find_reads", to_utf8(fqn),
+                " is planned as a tensor and not saved as one, please report");
       const auto [place, is_new] = reads.alike.try_emplace({entry.ptr(), chunk_list.ptr(), std::move(order)});
       if (is_new) {
         place->second = find_parts(entry, chunk_list, held_chunks(entry, type, steps ? &*steps : nullptr), to_size);
@@ -374,8 +377,8 @@ void define_items(py::module_& module) {
       .def_readonly("saved_offsets", &Reads::saved_offsets)
       .def_readonly("sizes", &Reads::sizes)
       .def("unfilled", &Reads::unfilled);
-  module.def("find_reads", &find_reads, py::arg("names"), py::arg("entries"), py::arg("saved_names"),
-             py::arg("chunks_of"), py::arg("decided"), py::arg("size_class"));
+  module.def("find_reads", &find_reads, py::arg("names"), py::arg("entries"), py::arg("saved_names"), py::arg("saved"),
+             py::arg("decided"), py::arg("size_class"));
 }
 
 }  // namespace torchtitan_ext::bindings

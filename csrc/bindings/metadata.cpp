@@ -13,7 +13,6 @@
 
 #include "bindings/convert.h"
 #include "bindings/plain_values.h"
-#include "core/boxes.h"
 #include "core/check.h"
 #include "core/metadata_pickle.h"
 #include "core/metadata_summary.h"
@@ -219,13 +218,6 @@ std::optional<bool> is_tensor(const MetadataColumns& columns, const py::str& fqn
   return number == HashedNumbers::kNone ? std::nullopt : std::optional(columns.keys()[number].is_tensor);
 }
 
-// The number of a tensor's chunk list; nothing where there is no such tensor.
-std::optional<uint32_t> list_of(const MetadataColumns& columns, const py::str& fqn) {
-  const uint32_t number = columns.find_key(to_utf8(fqn));
-  if (number == HashedNumbers::kNone || !columns.keys()[number].is_tensor) return std::nullopt;
-  return columns.keys()[number].chunk_list;
-}
-
 // Of all keys; a value counts as one.
 size_t num_chunks(const MetadataColumns& columns) {
   size_t sum = 0;
@@ -240,16 +232,6 @@ py::list chunk_list_at(const MetadataColumns& columns, size_t number) {
     chunks.append(py::make_tuple(to_tuple(columns.sizes[chunk.offsets]), to_tuple(columns.sizes[chunk.sizes])));
   }
   return chunks;
-}
-
-ChunkIndex chunk_index_at(const MetadataColumns& columns, size_t number) {
-  if (number >= columns.chunk_lists().size()) throw py::index_error("there is no such chunk list");
-  std::vector<Chunk> chunks;
-  for (const SavedChunk& chunk : columns.chunk_lists()[number]) {
-    const std::span<const int64_t> offsets = columns.sizes[chunk.offsets], sizes = columns.sizes[chunk.sizes];
-    chunks.push_back({{offsets.begin(), offsets.end()}, {sizes.begin(), sizes.end()}, {}});
-  }
-  return ChunkIndex(std::move(chunks));
 }
 
 py::object to_offsets(const MetadataColumns& columns, uint32_t offsets) {
@@ -546,10 +528,8 @@ void define_metadata(py::module_& module) {
       .def("find_key",
            [](const MetadataColumns& self, const py::str& fqn) { return found(self.find_key(to_utf8(fqn))); })
       .def("is_tensor", &is_tensor, py::arg("fqn"))
-      .def("list_of", &list_of, py::arg("fqn"))
       .def("key", &key_at)
       .def("chunk_list", &chunk_list_at)
-      .def("chunk_index", &chunk_index_at)
       .def("describe_keys", &describe_keys)
       .def("describe_chunks", &describe_chunks, py::arg("fqn"))
       .def("describe_files", &describe_files)

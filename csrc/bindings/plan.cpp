@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "bindings/convert.h"
+#include "bindings/saved_chunks.h"
 #include "core/agreement.h"
 #include "core/box_batches.h"
 #include "core/boxes.h"
@@ -333,26 +334,6 @@ void define_write_plan(py::module_& module) {
              py::call_guard<py::gil_scoped_release>());
 }
 
-// From objects with tuples as offsets and sizes, such as DCP's ChunkStorageMetadata.
-ChunkIndex index_chunks(const py::list& chunks) {
-  const py::str offsets("offsets");
-  const py::str sizes("sizes");
-  std::vector<Chunk> saved;
-  saved.reserve(chunks.size());
-  for (const py::handle chunk : chunks)
-    saved.push_back({to_sizes(chunk.attr(offsets)), to_sizes(chunk.attr(sizes)), {}});
-  return ChunkIndex(std::move(saved));
-}
-
-py::bytes index_bytes(const ChunkIndex& index) {
-  WireWriter out;
-  for (const Chunk& chunk : index.chunks()) {
-    out.put_sizes(chunk.offsets);
-    out.put_sizes(chunk.sizes);
-  }
-  return py::bytes(out.take());
-}
-
 using ChunkTuple = std::tuple<Sizes, Sizes, Sizes>;  // offsets, sizes, local offsets or none: 0
 
 // With its place in the global tensor.
@@ -394,11 +375,10 @@ void define_boxes(py::module_& module) {
       .def_property_readonly("local_offsets", [](const PlacedOverlap& part) { return to_tuple(part.local_offsets); })
       .def_property_readonly("sizes", [](const PlacedOverlap& part) { return to_tuple(part.sizes); });
   py::class_<ChunkIndex>(module, "ChunkIndex", "Saved chunks, sorted once; see csrc/core/boxes.h.")
-      .def(py::init(&index_chunks), py::arg("chunks"))
+      .def(py::init([](const py::list& chunks) { return ChunkIndex(to_chunks(chunks)); }), py::arg("chunks"))
       .def_static(
           "of_boxes", [](const std::vector<BoxTuple>& boxes) { return ChunkIndex(to_chunks(boxes)); }, py::arg("boxes"))
       .def("__len__", [](const ChunkIndex& index) { return index.chunks().size(); })
-      .def("to_bytes", &index_bytes)
       .def("box", [](const ChunkIndex& index, size_t chunk) { return to_box(index.chunks().at(chunk)); })
       .def("boxes", [](const ChunkIndex& index) { return to_boxes(index.chunks()); })
       .def(

@@ -16,7 +16,7 @@ from torchtitan_ext.checkpoint.tables.component import WORLD_KEY
 from torchtitan_ext.errors import LayoutError
 from torchtitan_ext.layout.layout import local_shards
 from torchtitan_ext.offline.placement_rules import PlacementRules, parse_mesh, parse_rules
-from torchtitan_ext.storage.metadata.dcp_objects import SavedChunks, state_of
+from torchtitan_ext.storage.metadata.dcp_objects import saved_chunks, state_of
 
 FSDP_TP = [(1, 0, 1), (0, 0, 1)]  # tp on dim 0, then dp on dim 0
 ROWWISE = [(1, 1, 1), (0, 0, 1)]
@@ -37,8 +37,8 @@ def metadata_of(tensors: Mapping[str, tuple[tuple[int, ...], Any]], mesh: Mappin
 
 def placed(metadata: Metadata, mesh: Mapping[str, int], rules: Any = None) -> dict[str, Any]:
     found = PlacementRules(mesh, rules, saved=state_of(metadata))
-    chunks = SavedChunks()
-    return {fqn: found.place(fqn, entry.size, chunks.of(entry)) for fqn, entry in metadata.state_dict_metadata.items()}
+    chunks = saved_chunks(metadata)
+    return {fqn: found.place(fqn, entry.size, chunks.find(fqn)) for fqn, entry in metadata.state_dict_metadata.items()}
 
 
 SAVED = metadata_of(

@@ -113,7 +113,7 @@ class PlacementRules:
         """How a tensor lies on the mesh. A rule is ignored for a tensor that lacks its dim.
 
         Args:
-            chunks: The chunks in which the tensor was saved; equal lists must be one object (``SavedChunks``).
+            chunks: The chunks in which the tensor was saved; equal lists must be one object (``_core.SavedChunks``).
         """
         patterns = patterns_for(fqn, self._rules)
         stated = self._rules[patterns[0]] if patterns else {}

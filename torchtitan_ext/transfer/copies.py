@@ -19,7 +19,6 @@ from torchtitan_ext.errors import Problem, named
 from torchtitan_ext.layout.layout import Box
 from torchtitan_ext.state.nested import Path
 from torchtitan_ext.storage import FileReader
-from torchtitan_ext.storage.metadata.dcp_objects import SavedChunks
 
 Replicas = Literal["equal", "first"]
 """What is asked of copies, where nothing tells the right one: that they are equal, or nothing: the first counts."""
@@ -64,7 +63,7 @@ class SavedSums:
     def __init__(self, reader: FileReader, saved: Mapping[str, Any]) -> None:
         self._reader = reader
         self._saved = saved
-        self._chunks = SavedChunks()
+        self._chunks = _core.SavedChunks({}, TensorStorageMetadata)
         self._known: dict[Any, list[int] | None] = {}
 
     def find(self, fqn: str, boxes: Boxes, dtype: str, shape: Sequence[int]) -> int | None:
@@ -74,7 +73,7 @@ class SavedSums:
             return None
         if (str(saved.properties.dtype), tuple(saved.size)) != (dtype, tuple(shape)):
             return None
-        index = self._chunks.of(saved)
+        index = self._chunks.of(saved.chunks)
         place = id(index), boxes
         if place not in self._known:
             self._known[place] = index.find_whole(boxes)

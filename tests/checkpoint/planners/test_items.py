@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, WriteItem, WriteItemType
 
 from torchtitan_ext import _core
@@ -30,8 +35,9 @@ def check_same(item: Any, expected: Any) -> None:
 
 def reads_of(entries: dict[str, KeyEntry], saved_names: dict[str, str], boxes: list[ChunkStorageMetadata]) -> Any:
     names = encode_table(KeyTable(entries)).names
-    index = _core.ChunkIndex(boxes)
-    return _core.find_reads(names, entries, saved_names, lambda fqn: index, {}, torch.Size)
+    tensor = TensorStorageMetadata(TensorProperties(), torch.Size(()), boxes)
+    saved = _core.SavedChunks({saved_names.get(fqn, fqn): tensor for fqn in entries}, TensorStorageMetadata)
+    return _core.find_reads(names, entries, saved_names, saved, {}, torch.Size)
 
 
 def size(*sizes: int) -> torch.Size:

@@ -70,8 +70,8 @@ from torchtitan_ext.layout.dtensor import box_of, is_plain_memory, local_tensor
 from torchtitan_ext.layout.layout import LayoutRules, ShardOrder, Steps
 from torchtitan_ext.state.nested import FlatStateDict, Path, materialize_meta, on_devices_of, set_value
 from torchtitan_ext.state.plain_value import DamagedBytesError, NotPlain, NotPlainError, check_classes, read_value
-from torchtitan_ext.storage.metadata.dcp_objects import SavedChunks
-from torchtitan_ext.storage.metadata.lazy_metadata import is_saved_tensor
+from torchtitan_ext.storage.metadata.dcp_objects import saved_chunks
+from torchtitan_ext.storage.metadata.lazy_metadata import columns_behind, is_saved_tensor
 from torchtitan_ext.storage.native.file_reader import ForeseenPlan
 
 
@@ -165,7 +165,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self._shows_items = False
         self.wanted = KeyTable({})
         self._encoded: EncodedTable = encode_table(self.wanted)
-        self._saved_chunks = SavedChunks()
+        self._saved_chunks: tuple[object, _core.SavedChunks] | None = None  # those of the first one
         self._saved_names: dict[str, str] = {}
         self._numbers: dict[str, type] = {}
         self._tied: dict[str, str] = {}
@@ -208,7 +208,7 @@ class LoadPlanner(DefaultLoadPlanner):
             )
         self.original_state_dict = state_dict
         self.metadata = metadata
-        self._saved_chunks = SavedChunks()
+        self._saved_chunks = None
         self.is_coordinator = is_coordinator
         self._flat = self._flatten(state_dict)
         self._places = self._flat.paths
@@ -232,7 +232,7 @@ class LoadPlanner(DefaultLoadPlanner):
         is_cover_checked = len({request.metadata_name for request in requests}) == 1
         found = list(agreement.problems)
         if is_cover_checked:
-            found += cover_problems(agreement, joint.wanted, self.metadata, self._saved_chunks)
+            found += cover_problems(agreement, joint.wanted, self.metadata, self._chunks)
         found += storage_problems(self.metadata, set(joint.wanted.values()))
         problems, warned, report = review(joint, agreement, self.layouts, self._allow_unclaimed, found)
         if problems:
@@ -406,7 +406,7 @@ class LoadPlanner(DefaultLoadPlanner):
     def _reads(self, decided: Mapping[str, Steps]) -> _core.Reads:
         entries = dict(self.wanted.entries)
         return _core.find_reads(
-            self._encoded.names, entries, self._saved_names, self._chunk_list, dict(decided), torch.Size
+            self._encoded.names, entries, self._saved_names, self._chunks, dict(decided), torch.Size
         )
 
     def _shown_items(self) -> list[ReadItem]:
@@ -414,6 +414,15 @@ class LoadPlanner(DefaultLoadPlanner):
         return read_items(self._reads({})) if self._shows_items else []
 
     def _chunk_list(self, fqn: str) -> _core.ChunkIndex:
-        chunks = self._saved_chunks.find(self.metadata, self._saved_names.get(fqn, fqn))
+        chunks = self._chunks.find(self._saved_names.get(fqn, fqn))
         assert chunks is not None, f"{fqn} is planned as a tensor and not saved as one, please report"
         return chunks
+
+    @property
+    def _chunks(self) -> _core.SavedChunks:
+        """The chunk lists of the metadata, which a subclass may have changed since it was set up."""
+        entries = self.metadata.state_dict_metadata
+        source = columns_behind(entries) or entries
+        if self._saved_chunks is None or self._saved_chunks[0] is not source:
+            self._saved_chunks = source, saved_chunks(self.metadata)
+        return self._saved_chunks[1]

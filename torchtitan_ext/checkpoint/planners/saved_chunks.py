@@ -14,22 +14,18 @@ from torchtitan_ext.checkpoint.tables.agreement import Agreement
 from torchtitan_ext.dcp_private import StorageInfo
 from torchtitan_ext.errors import Problem
 from torchtitan_ext.storage.formats.safetensors_files import files_with_key
-from torchtitan_ext.storage.metadata.dcp_objects import SavedChunks
 from torchtitan_ext.storage.metadata.lazy_metadata import LazyDict, columns_behind
 from torchtitan_ext.storage.metadata.saved_state import lost_problem, version_problems
 
 
 def cover_problems(
-    agreement: Agreement, wanted: Mapping[str, str], metadata: Metadata, chunks: SavedChunks
+    agreement: Agreement, wanted: dict[str, str], metadata: Metadata, chunks: _core.SavedChunks
 ) -> list[Problem]:
     """Problems of tensors whose saved chunks do not hold every element exactly once; ``wanted`` has the saved names."""
     problems = []
     known: dict[tuple[int, int], Problem | None] = {}  # thousands of keys may share a list
-    for key, of_class in agreement.agreed_keys.items():
+    for key, of_class, index in _core.find_uncovered(agreement.world, wanted, chunks):
         fqn = agreement.names[key]
-        index = None if agreement.kinds[of_class].is_object else chunks.find(metadata, wanted[fqn])
-        if index is None:
-            continue
         if (id(index), of_class) not in known:
             known[id(index), of_class] = _cover_problem(fqn, agreement, of_class, index)
         problem = known[id(index), of_class]
@@ -38,8 +34,6 @@ def cover_problems(
 
 
 def _cover_problem(fqn: str, agreement: Agreement, of_class: int, index: _core.ChunkIndex) -> Problem | None:
-    if index.covers(agreement.kinds[of_class].global_shape):
-        return None
     # A checkpoint of use_collectives=False has metadata per rank: all that this rank wants must be there.
     if agreement.world.num_ranks == 1 and agreement.world.is_filled(of_class, index):
         return None

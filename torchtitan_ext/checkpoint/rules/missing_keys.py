@@ -178,9 +178,9 @@ def unexpected_keys(joint: JointRequest, components: Mapping[str, ComponentPlan]
     per_rank = {family_of(fqn) for fqn in known if PER_RANK.search(fqn)}
     unexpected = []
     for fqn in joint.metadata.state_dict_metadata:  # a lazy mapping: only the entries that are asked for are made
-        own_name = source.own_name(fqn)
-        if fqn in known or is_read(fqn) or family_of(fqn) in per_rank:
+        if fqn in known or is_read(fqn) or (per_rank and family_of(fqn) in per_rank):
             continue
+        own_name = source.own_name(fqn)
         name = component_of(own_name, components, is_tensor=True)
         if name not in components or not joint.rules.selects(own_name, name):
             continue

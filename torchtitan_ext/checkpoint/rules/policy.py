@@ -182,7 +182,7 @@ class Source:
 
     def own_name(self, saved_fqn: str) -> str:
         """The state dict's name of a flat key of the checkpoint."""
-        return _renamed(saved_fqn, [(saved, wanted) for wanted, saved in self.rename.items()])
+        return _renamed(saved_fqn, ((saved, wanted) for wanted, saved in self.rename.items()))
 
     def saved_prefix(self, component: str) -> str:
         """The checkpoint's name of a top-level key."""

@@ -22,36 +22,12 @@ from torchtitan_ext.storage.metadata.saved_state import SavedState, SavedTensor,
 from torchtitan_ext.storage.raw_tensor import dtype_name
 
 
-class SavedChunks:
-    """Finds the chunk list of each tensor, sorted once, the same object for equal lists, which many keys have.
-
-    Our saves share the lists themselves, which pickle keeps; for those of stock the contents are compared.
-    """
-
-    def __init__(self) -> None:
-        self._by_identity: dict[int, tuple[list[ChunkStorageMetadata], _core.ChunkIndex]] = {}
-        self._by_content: dict[bytes, _core.ChunkIndex] = {}
-        self._by_number: dict[int, _core.ChunkIndex] = {}
-
-    def find(self, metadata: Metadata, fqn: str) -> _core.ChunkIndex | None:
-        """The chunk list of a key of a metadata, always the same one; ``None`` where it is no tensor."""
-        columns = columns_behind(metadata.state_dict_metadata)
-        if columns is None:
-            saved = metadata.state_dict_metadata.get(fqn)
-            return self.of(saved) if isinstance(saved, TensorStorageMetadata) else None
-        number = columns.list_of(fqn)
-        if number is not None and number not in self._by_number:
-            self._by_number[number] = columns.chunk_index(number)
-        return None if number is None else self._by_number[number]
-
-    def of(self, saved: TensorStorageMetadata) -> _core.ChunkIndex:
-        known = self._by_identity.get(id(saved.chunks))
-        if known is None:
-            index = _core.ChunkIndex(saved.chunks)
-            # The list is kept alive, so that no other list gets its id.
-            known = (saved.chunks, self._by_content.setdefault(index.to_bytes(), index))
-            self._by_identity[id(saved.chunks)] = known
-        return known[1]
+def saved_chunks(metadata: Metadata) -> _core.SavedChunks:
+    """The chunk lists of a metadata's tensors, each sorted once."""
+    columns = columns_behind(metadata.state_dict_metadata)
+    if columns is not None:
+        return _core.SavedChunks(columns)
+    return _core.SavedChunks(metadata.state_dict_metadata, TensorStorageMetadata)
 
 
 def state_of(metadata: Metadata) -> SavedState:
@@ -59,9 +35,9 @@ def state_of(metadata: Metadata) -> SavedState:
     columns = columns_behind(metadata.state_dict_metadata)
     if columns is not None:
         return state_in(columns, metadata.planner_data)
-    chunks = SavedChunks()
+    chunks = saved_chunks(metadata)
     entries = {
-        fqn: SavedTensor(dtype_name(saved.properties.dtype), tuple(saved.size), chunks.of(saved))
+        fqn: SavedTensor(dtype_name(saved.properties.dtype), tuple(saved.size), chunks.of(saved.chunks))
         if isinstance(saved, TensorStorageMetadata)
         else None
         for fqn, saved in metadata.state_dict_metadata.items()

@@ -80,16 +80,11 @@ class SavedState:
 
 def state_in(columns: _core.MetadataColumns, planner_data: Any) -> SavedState:
     """What the metadata of a DCP checkpoint describes."""
-    lists: dict[int, _core.ChunkIndex] = {}
+    chunks = _core.SavedChunks(columns)
     entries: dict[str, SavedTensor | None] = {}
     for number, fqn in enumerate(columns.names_of_keys()):
-        key = columns.key(number)
-        if key is None:
-            entries[fqn] = None
-            continue
-        if key.chunk_list not in lists:
-            lists[key.chunk_list] = columns.chunk_index(key.chunk_list)
-        entries[fqn] = SavedTensor(key.dtype, key.sizes, lists[key.chunk_list])
+        key, of_key = columns.key(number), chunks.find(fqn)
+        entries[fqn] = None if key is None or of_key is None else SavedTensor(key.dtype, key.sizes, of_key)
     return SavedState(entries, planner_data)
 
 
