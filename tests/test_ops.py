@@ -693,6 +693,14 @@ def test_compile_shards_with_dynamic_shapes(backend: str) -> None:
         torch.testing.assert_close(results[0], results[1])
 
 
+def test_what_no_cuda_graph_can_hold_says_so() -> None:
+    raw = torch.ops.torchtitan_ext
+    for name in ("mark_changes", "apply_changes_", "broadcast_coalesced_", "exchange_runs_"):
+        assert torch.Tag.cudagraph_unsafe in getattr(raw, name).default.tags
+    for name in ("pack_shard", "unflatten_tensors_", "fingerprint_shard", "quantize_blocks_"):
+        assert torch.Tag.cudagraph_unsafe not in getattr(raw, name).default.tags
+
+
 def test_compiled_shards_of_symbolic_sizes_are_one_graph() -> None:
     """More lengths than dynamo compiles anew (8): offsets and sizes of shards are symbols like those of tensors."""
 

@@ -229,6 +229,60 @@ def test_operators_of_changes_refuse_a_graph() -> None:
     assert ops.mark_changes(new, base)[1].tolist() == [100]
 
 
+def test_operators_of_changes_stand_between_graphs_of_compiled_code() -> None:
+    shard = LocalShard((100,), (Chunk((0,), (100,), (0,)),))
+
+    def step(local: Tensor, positions: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        target = local * 2
+        sums, held = ops.sum_elements([target], [shard], [(100,)], positions, [3])
+        ops.apply_changes_([target], [shard], [(100,)], positions, values, [3])
+        mask, counts = ops.mark_changes([target], [local * 2])
+        listed, listed_values = torch.zeros(3, dtype=torch.int64, device="cuda"), torch.zeros_like(values)
+        both = ops.changed_elements_([target], [local * 2], [shard], [(100,)], mask, [3], listed, listed_values)
+        return target + 1, sums, held, counts + 1, listed + 0, listed_values + 0, both
+
+    compiled = torch.compile(step, fullgraph=True, mode="reduce-overhead")
+    for number in range(4):
+        local = torch.arange(100.0, device="cuda") + number
+        positions = torch.tensor([1, 2, 30 + number], device="cuda")
+        values = torch.tensor([-1.0, -2.0, -3.0], device="cuda").view(torch.uint8)
+        wanted, found = step(local, positions, values), compiled(local, positions, values)
+        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_by_inductor(mode: str) -> None:
+    """In the second mode the code and its gradients are CUDA graphs, which are recorded in the second call."""
+
+    def step(src: Tensor, weight: Tensor, buffer: Tensor) -> tuple[Tensor, ...]:
+        local, other = ops.pack_shards([src * 2, src + 1], [TWO_CHUNKS, TWO_CHUNKS])
+        filled = buffer + 1
+        ops.unpack_shard_(filled, local.detach(), TWO_CHUNKS)
+        flat = ops.flatten_tensors([local, other.t()], alignment=16, dtype=torch.float32)
+        restored = [torch.zeros_like(local), torch.zeros_like(local.t())]
+        ops.unflatten_tensors_(restored, flat.detach(), alignment=16)
+        amax, fp8 = torch.zeros(4, device="cuda"), torch.empty_like(local, dtype=torch.float8_e4m3fn)
+        part = ops.BlockPart(0, (2, 2), (1, 1), (0, 0), [(0, 1), (1, 1)])
+        ops.block_amax_([local.detach()], [part], amax)
+        ops.quantize_blocks_([local.detach()], [part], 448 / amax.clamp(min=1), [fp8])
+        loss = (local * weight).sum() + flat.square().sum() + ops.unpack_shard(src, weight, TWO_CHUNKS).square().sum()
+        digest = ops.fingerprint_shard(filled, whole(filled), (6, 8))
+        return loss, filled, digest, restored[0] + 1, restored[1] + 1, amax * 2, fp8.float()
+
+    compiled = torch.compile(step, fullgraph=True, mode=mode)
+    for seed in range(5):
+        results = []
+        for function in (step, compiled):
+            torch.manual_seed(seed)
+            src = torch.randn(6, 8, device="cuda", requires_grad=True)
+            weight = torch.randn(3, 2, device="cuda", requires_grad=True)
+            loss, *others = function(src, weight, torch.randn(6, 8, device="cuda"))
+            loss.backward()
+            results.append([one.detach().clone() for one in (loss, src.grad, weight.grad, *others)])
+        torch.testing.assert_close(results[0][:3], results[1][:3])
+        assert all(torch.equal(*pair) for pair in zip(results[0][3:], results[1][3:], strict=True))
+
+
 def test_within_a_green_context() -> None:
     green_contexts = pytest.importorskip("torch.cuda.green_contexts")
     source = random_tensor((6, 8), torch.float32, "cuda")

@@ -954,9 +954,7 @@ class SavedChunks:
     def of(self, chunks: list[Any]) -> ChunkIndex:
         """That of a list like DCP's, of ``ChunkStorageMetadata``."""
 
-def find_uncovered(
-    world: World, wanted: dict[str, str], saved: SavedChunks
-) -> list[tuple[int, int, ChunkIndex]]:
+def find_uncovered(world: World, wanted: dict[str, str], saved: SavedChunks) -> list[tuple[int, int, ChunkIndex]]:
     """The keys that ranks agree on whose saved chunks do not hold every element of the tensor exactly once.
 
     Args:

@@ -108,6 +108,13 @@ def register_fake(name: str) -> Callable[[Kernel], Kernel]:
     return register
 
 
+def keep_out_of_cuda_graphs(*names: str) -> None:
+    """Tells inductor that a CUDA graph cannot hold these ops: with ``mode="reduce-overhead"`` it makes graphs of what
+    lies between them. LibTorch's stable ABI has tags from torch 2.12 on."""
+    for name in names:
+        getattr(kernels, name).default.tags.append(torch.Tag.cudagraph_unsafe)
+
+
 def listed(name: str, argument: str, values: Iterable[Tensor]) -> list[Tensor]:
     """An argument of an op as a list. Raises TypeError for a single tensor, too, although one can iterate over it."""
     if not isinstance(values, (list, tuple)):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from extent import SOAK
+from gloo_worlds import on_a_gpu
 from models import differences, distribute_by_index
 from random_layouts import SideOfTransfer, random_tensor
 from reference import as_bytes
@@ -46,13 +47,13 @@ def wrong(side: SideOfTransfer, truth: dict[str, torch.Tensor]) -> list[str]:
     ]
 
 
-def send_random_changes(rank: int, world_size: int, seeds: list[int], directory: Path) -> list[str]:
+def send_random_changes(rank: int, world_size: int, device: str, seeds: list[int], directory: Path) -> list[str]:
     lines = []
     whole_block = kept._BLOCK_ELEMENTS
     for seed in seeds:
         draw = random.Random(seed)
         truth = {f"tensor_{index}": random_tensor(draw) for index in range(NUM_TENSORS)}
-        source, target, other = (SideOfTransfer(draw, world_size, truth) for _ in range(3))
+        source, target, other = (SideOfTransfer(draw, world_size, truth, device) for _ in range(3))
         keep = draw.choice(["values", "values", "hashes"])
         kept._BLOCK_ELEMENTS = draw.choice([16, whole_block])
         base = tte.delta.Snapshot(source.tensors or None, version=seed, layouts=source.orders, keep=keep)
@@ -85,4 +86,10 @@ def send_random_changes(rank: int, world_size: int, seeds: list[int], directory:
 @pytest.mark.parametrize("world_size", [1, 2, 5, 8])
 def test_random_changes(run_world: Any, tmp_path: Path, world_size: int) -> None:
     seeds = list(range(4 * SOAK))
-    assert run_world(world_size, send_random_changes, seeds, tmp_path) == [[]] * world_size
+    assert run_world(world_size, send_random_changes, "cpu", seeds, tmp_path) == [[]] * world_size
+
+
+@pytest.mark.needs_cuda
+def test_random_changes_on_a_gpu(run_world: Any, tmp_path: Path) -> None:
+    seeds = list(range(1000, 1000 + 2 * SOAK))
+    assert run_world(4, on_a_gpu, send_random_changes, "cuda", seeds, tmp_path) == [[]] * 4

@@ -179,6 +179,23 @@ def test_broadcasts_over_nccl(run_nccl_world: Callable[..., Any]) -> None:
     assert run_nccl_world(1, on_a_gpu, broadcast_over_nccl) == [[]]
 
 
+def broadcast_in_compiled_code(rank: int, world_size: int) -> list[bool]:
+    name = dist.group.WORLD.group_name
+
+    def step(first: Tensor, second: Tensor) -> Tensor:
+        sent = [first * 2, second + 1]
+        ops.broadcast_coalesced_(sent, name)
+        return sent[0].sum() + sent[1].square().sum()
+
+    compiled = torch.compile(step, fullgraph=True, mode="reduce-overhead")
+    given = [(torch.full((30, 20), float(n), device="cuda"), torch.ones(7, device="cuda")) for n in range(4)]
+    return [torch.equal(compiled(*tensors), step(*tensors)) for tensors in given]
+
+
+def test_broadcasts_stand_between_cuda_graphs(run_nccl_world: Callable[..., Any]) -> None:
+    assert run_nccl_world(1, on_a_gpu, broadcast_in_compiled_code) == [[True] * 4]
+
+
 # ---- several ranks that share the GPU over gloo ----
 
 

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from extent import SOAK
+from gloo_worlds import on_a_gpu
 from models import differences, poison
 from random_layouts import build, random_layouts, random_truth
 
@@ -12,16 +14,16 @@ import torchtitan_ext as tte
 NUM_TENSORS = 60
 
 
-def save_random(rank: int, world_size: int, seed: int, path: Path) -> None:
+def save_random(rank: int, world_size: int, device: str, seed: int, path: Path) -> None:
     truth = random_truth(seed, NUM_TENSORS)
-    state, orders = build(truth, random_layouts(seed, world_size, truth))
+    state, orders = build(truth, random_layouts(seed, world_size, truth), device)
     tte.save(state, path, planner=tte.SavePlanner(layouts=orders))
 
 
-def load_random(rank: int, world_size: int, seed: int, path: Path) -> list[str]:
+def load_random(rank: int, world_size: int, device: str, seed: int, path: Path) -> list[str]:
     truth = random_truth(seed, NUM_TENSORS)
     layouts = random_layouts(seed + 1000, world_size, truth)
-    state, orders = build(truth, layouts)
+    state, orders = build(truth, layouts, device)
     poison(state)
     tte.load(state, path, planner=tte.LoadPlanner(layouts=orders))
     lines = []
@@ -38,10 +40,17 @@ def load_random(rank: int, world_size: int, seed: int, path: Path) -> list[str]:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("source", "target"), [(8, 6), (6, 8)])
 def test_random_layouts(run_world, tmp_path: Path, seed: int, source: int, target: int) -> None:
-    run_world(source, save_random, seed, tmp_path)
-    assert run_world(target, load_random, seed, tmp_path) == [[]] * target
+    run_world(source, save_random, "cpu", seed, tmp_path)
+    assert run_world(target, load_random, "cpu", seed, tmp_path) == [[]] * target
     truth = random_truth(seed, NUM_TENSORS)
     state = {name: torch.empty_like(whole) for name, whole in truth.items()}
     poison(state)
     tte.load(state, tmp_path)
     assert differences(state, truth) == []
+
+
+@pytest.mark.needs_cuda
+@pytest.mark.parametrize("seed", range(100, 100 + SOAK))
+def test_random_layouts_on_a_gpu(run_world, tmp_path: Path, seed: int) -> None:
+    run_world(4, on_a_gpu, save_random, "cuda", seed, tmp_path)
+    assert run_world(2, on_a_gpu, load_random, "cuda", seed, tmp_path) == [[]] * 2

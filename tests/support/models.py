@@ -202,7 +202,7 @@ def differences(state: Any, truth: Mapping[str, Any], steps: list[Step] | None =
     for name in found.keys() & truth.keys():
         got, wanted = found[name], truth[name]
         if isinstance(got, torch.Tensor) and isinstance(wanted, torch.Tensor):
-            local = local_of(got)
+            local = local_of(got).cpu()
             index = shard_index(got, steps)
             if got.shape != wanted.shape or local.shape != index.shape:
                 lines.append(f"{name}: shapes {tuple(got.shape)}, {tuple(local.shape)} for {tuple(wanted.shape)}")
@@ -219,7 +219,8 @@ def poison(state: Any) -> None:
     for _, tensor in leaves(state):
         if isinstance(tensor, torch.Tensor):
             local = local_of(tensor).detach()
-            local.copy_(torch.ones_like(local) if local.dtype == torch.bool else torch.full_like(local, 77))
+            host = torch.empty_like(local, device="cpu")  # devices fill fewer dtypes
+            local.copy_(torch.ones_like(host) if local.dtype == torch.bool else torch.full_like(host, 77))
 
 
 @dataclass(frozen=True)
@@ -317,7 +318,7 @@ def distribute_by_index(whole: torch.Tensor, mesh: DeviceMesh, layout: HandMade)
     """The DTensor of a hand-made layout: every rank picks its elements by the oracle's index. No communication."""
     coordinate = mesh.get_coordinate()
     index = shard_steps(index_tensor(whole.shape), layout.mesh_shape, tuple(coordinate), layout.steps)
-    local = whole.flatten()[index].contiguous()
+    local = whole.flatten()[index].contiguous().to(mesh.device_type)
     return DTensor.from_local(
         local, mesh, layout.placements, run_check=False, shape=whole.shape, stride=whole.contiguous().stride()
     )

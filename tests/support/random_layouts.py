@@ -41,7 +41,9 @@ class SideOfTransfer:
         layouts: Of all tensors.
     """
 
-    def __init__(self, draw: random.Random, world_size: int, truth: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self, draw: random.Random, world_size: int, truth: dict[str, torch.Tensor], device: str = "cpu"
+    ) -> None:
         mesh_shapes = [shape for shape in SUB_MESH_SHAPES if torch.Size(shape).numel() <= world_size]
         self.tensors: dict[str, DTensor] = {}
         self.layouts = {name: random_layout(draw, mesh_shapes, whole.ndim) for name, whole in truth.items()}
@@ -49,7 +51,7 @@ class SideOfTransfer:
         for name, layout in self.layouts.items():
             ranks = draw.sample(range(world_size), layout.world_size)
             is_strided = draw.random() < 0.3
-            mesh = DeviceMesh("cpu", torch.tensor(ranks).view(layout.mesh_shape), _init_backend=False)
+            mesh = DeviceMesh(device, torch.tensor(ranks).view(layout.mesh_shape), _init_backend=False)
             if mesh.get_coordinate() is None:
                 continue
             self.tensors[name] = distribute_by_index(truth[name], mesh, layout)
@@ -92,13 +94,13 @@ def random_layout(draw: random.Random, mesh_shapes: list[tuple[int, ...]], num_d
 
 
 def build(
-    truth: dict[str, torch.Tensor], layouts: dict[str, HandMade]
+    truth: dict[str, torch.Tensor], layouts: dict[str, HandMade], device: str = "cpu"
 ) -> tuple[dict[str, DTensor], dict[str, tte.layout.ShardOrder]]:
     meshes: dict[tuple[int, ...], DeviceMesh] = {}
     state, orders = {}, {}
     for name, layout in layouts.items():
         if layout.mesh_shape not in meshes:
-            meshes[layout.mesh_shape] = init_device_mesh("cpu", layout.mesh_shape)
+            meshes[layout.mesh_shape] = init_device_mesh(device, layout.mesh_shape)
         state[name] = distribute_by_index(truth[name], meshes[layout.mesh_shape], layout)
         if layout.must_be_stated and layout.steps:
             orders[name] = tte.layout.ShardOrder(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from block_scales import quantized
 from extent import SEED, num_cases
+from gloo_worlds import on_a_gpu
 from models import differences, poison
 from random_layouts import SideOfTransfer
 from random_transforms import Composition
@@ -91,20 +92,18 @@ def wrong_in(side: SideOfTransfer, truth: dict[str, Tensor]) -> list[str]:
     ]
 
 
-def reshard_random(rank: int, world_size: int, seeds: list[str]) -> list[str]:
+def reshard_random(rank: int, world_size: int, device: str, seeds: list[str]) -> list[str]:
     lines = []
     for seed in seeds:
         draw = random.Random(seed)
         case = Case(draw)
-        source = SideOfTransfer(draw, world_size, case.numbers)
-        numbered = {name: tensor.to_local().clone() for name, tensor in source.tensors.items()}
-        sources = {
-            name: DTensor.from_local(
-                case.values[numbered[name]], of.device_mesh, of.placements, shape=of.shape, stride=of.stride()
-            )
-            for name, of in source.tensors.items()
-        }
-        target = SideOfTransfer(draw, world_size, case.truth())
+        source = SideOfTransfer(draw, world_size, case.numbers, device)
+        numbered = {name: tensor.to_local().cpu().clone() for name, tensor in source.tensors.items()}
+        sources = {}
+        for name, of in source.tensors.items():
+            local = case.values[numbered[name]].to(device)
+            sources[name] = DTensor.from_local(local, of.device_mesh, of.placements, shape=of.shape, stride=of.stride())
+        target = SideOfTransfer(draw, world_size, case.truth(), device)
         keeps = draw.random() < 0.5
         plan = tte.transfer.plan_reshard(
             sources or None,
@@ -126,14 +125,14 @@ def reshard_random(rank: int, world_size: int, seeds: list[str]) -> list[str]:
     return lines
 
 
-def load_random(rank: int, world_size: int, path: Path, seeds: list[str]) -> list[str]:
+def load_random(rank: int, world_size: int, device: str, path: Path, seeds: list[str]) -> list[str]:
     lines = []
     for seed in seeds:
         draw = random.Random(seed)
         case = Case(draw)
         source = path / seed.replace(" ", "_")
         tte.save(case.sources(), source)
-        target = SideOfTransfer(draw, world_size, case.truth())
+        target = SideOfTransfer(draw, world_size, case.truth(), device)
         poison(target.tensors)
         planner = tte.LoadPlanner(layouts=target.orders)
         tte.load(target.tensors, source, transform=case.transform, planner=planner, share_reads=draw.random() < 0.5)
@@ -144,13 +143,20 @@ def load_random(rank: int, world_size: int, path: Path, seeds: list[str]) -> lis
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_random_tensors_are_quantised_as_whole_ones(run_world: Any, world_size: int) -> None:
     seeds = [f"{SEED} {number}" for number in range(NUM_PLANS)]
-    assert run_world(world_size, reshard_random, seeds) == [[]] * world_size
+    assert run_world(world_size, reshard_random, "cpu", seeds) == [[]] * world_size
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_random_tensors_are_quantised_while_they_are_loaded(run_world: Any, tmp_path: Path, world_size: int) -> None:
     seeds = [f"{SEED} {number}" for number in range(NUM_PLANS)]
-    assert run_world(world_size, load_random, tmp_path, seeds) == [[]] * world_size
+    assert run_world(world_size, load_random, "cpu", tmp_path, seeds) == [[]] * world_size
+
+
+@pytest.mark.needs_cuda
+def test_random_tensors_are_quantised_on_a_gpu(run_world: Any, tmp_path: Path) -> None:
+    seeds = [f"{SEED} on a GPU {number}" for number in range(num_cases(6))]
+    assert run_world(4, on_a_gpu, reshard_random, "cuda", seeds) == [[]] * 4
+    assert run_world(2, on_a_gpu, load_random, "cuda", tmp_path, seeds) == [[]] * 2
 
 
 def test_a_checkpoint_is_converted_to_fp8_and_back(tmp_path: Path) -> None:

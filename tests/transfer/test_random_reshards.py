@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from extent import SOAK
+from gloo_worlds import on_a_gpu
 from models import differences, poison
 from random_layouts import SideOfTransfer, random_tensor
 
@@ -14,12 +15,12 @@ import torchtitan_ext as tte
 NUM_TENSORS = 30
 
 
-def reshard_random(rank: int, world_size: int, seeds: list[int]) -> list[str]:
+def reshard_random(rank: int, world_size: int, device: str, seeds: list[int]) -> list[str]:
     lines = []
     for seed in seeds:
         draw = random.Random(seed)
         truth = {f"tensor_{index}": random_tensor(draw) for index in range(NUM_TENSORS)}
-        source, target = SideOfTransfer(draw, world_size, truth), SideOfTransfer(draw, world_size, truth)
+        source, target = (SideOfTransfer(draw, world_size, truth, device) for _ in range(2))
         poison(target.tensors)
         plan = tte.transfer.plan_reshard(
             source.tensors or None,
@@ -40,4 +41,10 @@ def reshard_random(rank: int, world_size: int, seeds: list[int]) -> list[str]:
 @pytest.mark.parametrize("world_size", [2, 5, 8])
 def test_random_layouts(run_world: Any, world_size: int) -> None:
     seeds = list(range(4 * SOAK))
-    assert run_world(world_size, reshard_random, seeds) == [[]] * world_size
+    assert run_world(world_size, reshard_random, "cpu", seeds) == [[]] * world_size
+
+
+@pytest.mark.needs_cuda
+def test_random_layouts_on_a_gpu(run_world: Any) -> None:
+    seeds = list(range(1000, 1000 + 2 * SOAK))
+    assert run_world(4, on_a_gpu, reshard_random, "cuda", seeds) == [[]] * 4

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from torchtitan_ext.op_library import bump_version_of, call_collective, listed, register_fake
+from torchtitan_ext.op_library import bump_version_of, call_collective, keep_out_of_cuda_graphs, listed, register_fake
 
 DEFAULT_BUCKET_BYTES = 32 << 20
 """Large buckets make few messages, each long enough to hide its copies. On 4 gloo processes, 341 MB in 300 tensors take
@@ -73,6 +73,10 @@ def _(tensors: Sequence[Tensor], group_name: str, src: int, bucket_bytes: int) -
 def _(tensors: Sequence[Tensor]) -> tuple[list[int], list[int], str]:
     _refuse_meta("check_broadcast", tensors)
     return [0, 0], [], ""
+
+
+# They may wait for the host.
+keep_out_of_cuda_graphs("broadcast_coalesced_", "exchange_runs_")
 
 
 def _refuse_meta(name: str, tensors: Sequence[Tensor]) -> None:

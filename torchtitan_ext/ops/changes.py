@@ -20,7 +20,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchtitan_ext.op_library import bump_version_of, call, listed, register_fake, register_in_place
+from torchtitan_ext.op_library import (
+    bump_version_of,
+    call,
+    keep_out_of_cuda_graphs,
+    listed,
+    register_fake,
+    register_in_place,
+)
 from torchtitan_ext.ops.shards import ShardLike, check_shapes, shard_tables
 
 VALUES_ALIGNMENT = 16
@@ -249,3 +256,6 @@ def apply_changes_(
 
 
 register_in_place("apply_changes_", 0)
+
+# Their tables lie in the host's memory during the call.
+keep_out_of_cuda_graphs("mark_changes", "changed_elements_", "find_changes", "sum_elements", "apply_changes_")
