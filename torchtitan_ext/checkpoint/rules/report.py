@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal
 
-from torchtitan_ext._core import find_option_gaps
+from torchtitan_ext._core import OptionGaps, find_option_gaps
 from torchtitan_ext.checkpoint.rules.data_positions import position_problems
 from torchtitan_ext.checkpoint.rules.load_rules import MODEL, UNTOUCHED, ComponentPlan, JointRequest, component_of
 from torchtitan_ext.checkpoint.rules.missing_keys import (
@@ -218,75 +218,119 @@ def build_report(
 ) -> tuple[LoadReport, list[str]]:
     """The report of a load, by the default policy where it has none, with the problems of components, of missing and of
     unexpected keys; and what is to be warned of."""
+    policy, old, components = joint.rules.policy or BY_DEFAULT, saved_world(joint.metadata), dict(joint.components)
     wanted, left, absent = joint.wanted, joint.not_read("left"), joint.not_read("missing")
-    source, policy = joint.rules.source, joint.rules.policy or BY_DEFAULT
-    saved = joint.metadata.state_dict_metadata
-    components, old = dict(joint.components), saved_world(joint.metadata)
     problems = [*problems, *_world_problems(components, policy, wanted, old, new)]
-    is_read = is_read_before(components)
-    own = [fqn for fqn in left if source.saved_name(fqn) in saved]
-    gaps = find_option_gaps((source.own_name(fqn) for fqn in saved if not is_read(fqn)), [*wanted, *absent, *own])
-    is_asked_for = joint.rules.policy is not None  # else stock's rule: nothing that is missing keeps its value
-    settled = {*gaps.dropped, *(gaps.fillable if is_asked_for else ())}
+    gaps = _option_gaps(joint, components)
+    # Without a policy stock's rule holds: nothing that is missing keeps its value.
+    settled = {*gaps.dropped, *(gaps.fillable if joint.rules.policy is not None else ())}
     missing = [fqn for fqn in absent if fqn not in settled]
-    loaded = Counter(
-        component_of(fqn, components, is_tensor=bool(is_saved_tensor(saved, name))) for fqn, name in wanted.items()
-    )
+    loaded = _count_loaded(joint, components)
     for name in loaded:
         components.setdefault(name, ComponentPlan(policy.component_action(name), is_top=name == MODEL))
-    only_warns = policy.unexpected == "warn" != policy.strict
-    judge, judged = policy, components
-    if only_warns:
-        # What stands beside a loaded tensor, at the top of a state dict, is no part of what was asked for.
-        judged = joint.components
-        judge = policy.with_actions({**policy.actions, **dict.fromkeys(allow_unclaimed, "omit")})
-    unexpected = [fqn for fqn in unexpected_keys(joint, judged, judge) if fqn not in settled]
-    warned: list[str] = []
+    unexpected = [fqn for fqn in _unexpected_keys(joint, components, allow_unclaimed) if fqn not in settled]
     options = {name: plan.options for name, plan in components.items() if plan.options}
-    names = {*components, *wanted, *absent, *joint.tied, *left, *map(source.own_name, saved), *chain(*options.values())}
+    known = map(joint.rules.source.own_name, joint.metadata.state_dict_metadata)
+    names = {*components, *wanted, *absent, *joint.tied, *left, *known, *chain(*options.values())}
     unused = unused_names(policy, components, names)
     if policy.strict == "error":
         problems += name_problems(unused, names, {*wanted, *left, *(f"{name}.param_groups" for name in options)})
         problems += missing_problems(missing, joint.metadata, new.size, joint.advice)
-    if policy.unexpected == "error" or only_warns:
-        asked = [*wanted, *absent, *chain(*options.values())]
-        by_policy = "policy=ElasticPolicy({{{glob!r}: 'omit'}})"
-        how_to_omit = by_policy if is_asked_for else "LoadPlanner(source=Source(exclude=[{glob!r}]))"
-        of_optimizers, others = fresh_optimizers(unexpected, asked, how_to_omit)
-        problems += of_optimizers
-        if only_warns:
-            warned = unexpected_warnings(others, wanted, components)
-        else:
-            problems += unexpected_problems(others, missing)
-    problems = list(dict.fromkeys(problems))
-    troubled = {problem.fqn for problem in problems}
+    of_unexpected, warned = _judge_unexpected(joint, components, unexpected, missing)
+    problems = list(dict.fromkeys([*problems, *of_unexpected]))
     counts = {"missing": missing, "unexpected": unexpected, UNTOUCHED: left}
-    option_notes = {"filled from this run": gaps.fillable, "dropped": gaps.dropped}
+    report = LoadReport(
+        old,
+        new,
+        _component_lines(components, problems, loaded, counts, gaps),
+        tuple(missing),
+        tuple(unexpected),
+        tuple(unused),
+        tuple(problems),
+        find_remedy(problems, policy, components, wanted),
+        tied=joint.tied,
+    )
+    return report, warned
+
+
+def _option_gaps(joint: JointRequest, components: Mapping[str, ComponentPlan]) -> OptionGaps:
+    """Which options of flat optimizer state dicts only one side has."""
+    source, saved, is_read = joint.rules.source, joint.metadata.state_dict_metadata, is_read_before(components)
+    asked = [*joint.wanted, *joint.not_read("missing")]
+    asked += [fqn for fqn in joint.not_read("left") if source.saved_name(fqn) in saved]
+    return find_option_gaps((source.own_name(fqn) for fqn in saved if not is_read(fqn)), asked)
+
+
+def _count_loaded(joint: JointRequest, components: Mapping[str, ComponentPlan]) -> Counter[str]:
+    """How many keys of each component are read."""
+    saved = joint.metadata.state_dict_metadata
+    return Counter(
+        component_of(fqn, components, is_tensor=bool(is_saved_tensor(saved, name)))
+        for fqn, name in joint.wanted.items()
+    )
+
+
+def _only_warns(policy: ElasticPolicy) -> bool:
+    """Whether unexpected keys are only warned of, though missing ones are refused."""
+    return policy.unexpected == "warn" != policy.strict
+
+
+def _unexpected_keys(
+    joint: JointRequest, components: Mapping[str, ComponentPlan], allow_unclaimed: Collection[str]
+) -> list[str]:
+    policy = joint.rules.policy or BY_DEFAULT
+    if not _only_warns(policy):
+        return unexpected_keys(joint, components, policy)
+    # What stands beside a loaded tensor, at the top of a state dict, is no part of what was asked for.
+    policy = policy.with_actions({**policy.actions, **dict.fromkeys(allow_unclaimed, "omit")})
+    return unexpected_keys(joint, joint.components, policy)
+
+
+def _judge_unexpected(
+    joint: JointRequest,
+    components: Mapping[str, ComponentPlan],
+    unexpected: Sequence[str],
+    missing: Sequence[str],
+) -> tuple[list[Problem], list[str]]:
+    """The problems of keys that only the checkpoint has, and what is to be warned of."""
+    policy = joint.rules.policy or BY_DEFAULT
+    if policy.unexpected != "error" and not _only_warns(policy):
+        return [], []
+    options = chain(*(plan.options for plan in components.values()))
+    asked = [*joint.wanted, *joint.not_read("missing"), *options]
+    by_policy, by_source = (
+        "policy=ElasticPolicy({{{glob!r}: 'omit'}})",
+        "LoadPlanner(source=Source(exclude=[{glob!r}]))",
+    )
+    how_to_omit = by_source if joint.rules.policy is None else by_policy
+    problems, others = fresh_optimizers(unexpected, asked, how_to_omit)
+    if _only_warns(policy):
+        return problems, unexpected_warnings(others, joint.wanted, components)
+    return [*problems, *unexpected_problems(others, missing)], []
+
+
+def _component_lines(
+    components: Mapping[str, ComponentPlan],
+    problems: Sequence[Problem],
+    loaded: Counter[str],
+    keys: Mapping[str, Sequence[str]],
+    gaps: OptionGaps,
+) -> tuple[ComponentLine, ...]:
+    """A line for each component. ``keys`` are those that are not read, by what is said of them."""
+    troubled = {problem.fqn for problem in problems}
+    counts = {what: Counter(component_of(fqn, components, is_tensor=True) for fqn in of) for what, of in keys.items()}
     lines = []
     for name, plan in components.items():
         facts = ["REFUSED"] if any(fqn == name or fqn.startswith(f"{name}.") for fqn in troubled) else []
         facts += [plan.note] if plan.note else []
         facts += [f"{loaded[name]} {'entry' if loaded[name] == 1 else 'entries'}"] if loaded[name] else []
-        for what, keys in counts.items():
-            count = sum(component_of(fqn, components, is_tensor=True) == name for fqn in keys)
-            facts += [f"{count} {what}"] if count and (facts or what != UNTOUCHED) else []
-        for what, option_keys in option_notes.items():
-            short = sorted({fqn.rsplit(".", 1)[1] for fqn in option_keys if fqn.startswith(f"{name}.")})
+        for what, count in counts.items():
+            facts += [f"{count[name]} {what}"] if count[name] and (facts or what != UNTOUCHED) else []
+        for what, options in (("filled from this run", gaps.fillable), ("dropped", gaps.dropped)):
+            short = sorted({fqn.rsplit(".", 1)[1] for fqn in options if fqn.startswith(f"{name}.")})
             facts += [f"{', '.join(short)} {what}"] if short and loaded[name] else []
         lines.append(ComponentLine(name, plan.action, ", ".join(facts) or UNTOUCHED))
-    remedy = find_remedy(problems, policy, components, wanted)
-    report = LoadReport(
-        old,
-        new,
-        tuple(lines),
-        tuple(missing),
-        tuple(unexpected),
-        tuple(unused),
-        tuple(problems),
-        remedy,
-        tied=joint.tied,
-    )
-    return report, warned
+    return tuple(lines)
 
 
 def find_remedy(
