@@ -954,7 +954,7 @@ class SavedChunks:
     def of(self, chunks: list[Any]) -> ChunkIndex:
         """That of a list like DCP's, of ``ChunkStorageMetadata``."""
 
-def find_uncovered(world: World, wanted: dict[str, str], saved: SavedChunks) -> list[tuple[int, int, ChunkIndex]]:
+def find_uncovered(joint: JointTable, wanted: dict[str, str], saved: SavedChunks) -> list[tuple[int, int, ChunkIndex]]:
     """The keys that ranks agree on whose saved chunks do not hold every element of the tensor exactly once.
 
     Args:
@@ -1050,7 +1050,7 @@ def held_writes(names: Sequence[list[str]], entries: dict[str, Any]) -> Writes:
 def written_boxes(entry: Any, steps: Sequence[_Step]) -> tuple[_HeldBox, ...]:
     """What a rank writes of a tensor that is its part; a tensor without elements is one box."""
 
-def planned_columns(world: World, plan: WritePlan) -> MetadataColumns:
+def planned_columns(joint: JointTable, plan: WritePlan) -> MetadataColumns:
     """The metadata that a plan writes, without places: of all keys that some rank holds, in their order."""
 
 def find_saved_alike(entries: dict[str, Any], columns: MetadataColumns) -> set[str]:
@@ -1162,7 +1162,9 @@ def axes_of(meshes: Sequence[tuple[Sequence[int], Sequence[str] | None]], held: 
         held: Per rank what stands for the keys that it holds on meshes, equal for equal keys; none for no stages.
     """
 
-class World:
+class JointTable:
+    """The key tables of all ranks that save or load, put together."""
+
     @property
     def num_ranks(self) -> int: ...
     def add_section(self, bytes: bytes) -> int: ...
@@ -1229,7 +1231,7 @@ class DigestComparison:
     def uncompared(self) -> list[int]: ...
 
 class ReplicaDigests:
-    def __init__(self, world: World) -> None: ...
+    def __init__(self, joint: JointTable) -> None: ...
     def add_message(self, section: int, bytes: bytes) -> int: ...
     def add_rank(self, messages: Sequence[int]) -> None: ...
     def compare(self) -> DigestComparison: ...
@@ -1239,7 +1241,7 @@ class WritePlan:
     def load_bytes(self) -> list[int]: ...
     def __init__(
         self,
-        world: World,
+        joint: JointTable,
         lowest_only: bool,
         lowest_keys: Sequence[int],
         hosts: Sequence[int],
@@ -1272,8 +1274,8 @@ class TransferPair:
     def target_keys(self) -> list[int]: ...
 
 def pair_keys(
-    source: World,
-    target: World,
+    source: JointTable,
+    target: JointTable,
     source_of: Sequence[int],
     mapped: Sequence[tuple[int, TensorMap | None, int, bool]] = ...,
     distrusted: Mapping[int, Sequence[int]] = ...,
@@ -1287,8 +1289,8 @@ class TransferPlan:
         """By the position of a pair a box of its keys that some rank wants and none holds."""
     def __init__(
         self,
-        source: World,
-        target: World,
+        source: JointTable,
+        target: JointTable,
         pairs: Sequence[TransferPair],
         hosts: Sequence[int],
         has_lost_ranks: bool = False,

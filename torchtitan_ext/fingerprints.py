@@ -107,7 +107,7 @@ def fingerprint_over(
     agreement = agree(gather(describe), needs_all_ranks=True)
     if agreement.problems:
         raise refusal("fingerprint", agreement.problems)
-    steps = agreement.world.steps_of(rank)
+    steps = agreement.joint.steps_of(rank)
 
     def add_up() -> tuple[SumTable, list[Problem]]:
         sums = SumTable()

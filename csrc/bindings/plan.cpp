@@ -32,32 +32,32 @@ namespace {
 
 std::string_view to_view(const py::bytes& bytes) { return static_cast<std::string_view>(bytes); }
 
-py::list names_py(const World& world) {
+py::list names_py(const JointTable& joint) {
   py::list names;
-  for (uint32_t key = 0; key < world.num_keys(); ++key) names.append(to_str(world.name(key)));
+  for (uint32_t key = 0; key < joint.num_keys(); ++key) names.append(to_str(joint.name(key)));
   return names;
 }
 
 // Of the keys that have one.
-py::dict paths_py(const World& world) {
+py::dict paths_py(const JointTable& joint) {
   py::dict paths;
-  for (uint32_t key = 0; key < world.num_keys(); ++key) {
-    const auto [section, form] = world.path(key);
+  for (uint32_t key = 0; key < joint.num_keys(); ++key) {
+    const auto [section, form] = joint.path(key);
     if (form == 0) continue;
-    const PathForm& path_form = world.sections()[section].columns.forms[form - 1];
-    const std::vector<std::string_view> parts = cut_path(world.name(key), path_form);
+    const PathForm& path_form = joint.sections()[section].columns.forms[form - 1];
+    const std::vector<std::string_view> parts = cut_path(joint.name(key), path_form);
     py::tuple path(parts.size());
     for (size_t part = 0; part < parts.size(); ++part) {
       const bool is_position = path_form.parts[part].second;
       path[part] =
           is_position ? py::object(py::int_(std::stoll(std::string(parts[part])))) : py::object(to_str(parts[part]));
     }
-    paths[to_str(world.name(key))] = path;
+    paths[to_str(joint.name(key))] = path;
   }
   return paths;
 }
 
-const KeyClass& class_at(const World& world, size_t index) { return world.classes().at(index); }
+const KeyClass& class_at(const JointTable& joint, size_t index) { return joint.classes().at(index); }
 
 // What keys of one class have in common.
 struct KeyKind {
@@ -68,42 +68,42 @@ struct KeyKind {
   bool is_plain;
 };
 
-KeyKind kind_of_class(const World& world, const KeyClass& of_keys) {
-  const Kind& kind = world.kind_of(of_keys);
+KeyKind kind_of_class(const JointTable& joint, const KeyClass& of_keys) {
+  const Kind& kind = joint.kind_of(of_keys);
   return {kind.type, to_str(kind.dtype), to_tuple(kind.shape), kind.requires_grad, of_keys.is_plain};
 }
 
-std::vector<KeyKind> kinds_py(const World& world) {
+std::vector<KeyKind> kinds_py(const JointTable& joint) {
   std::vector<KeyKind> kinds;
-  for (const KeyClass& of_keys : world.classes()) kinds.push_back(kind_of_class(world, of_keys));
+  for (const KeyClass& of_keys : joint.classes()) kinds.push_back(kind_of_class(joint, of_keys));
   return kinds;
 }
 
 // The keys that some rank holds.
-py::list held_names_py(const World& world) {
+py::list held_names_py(const JointTable& joint) {
   py::list names;
-  for (uint32_t key = 0; key < world.num_keys(); ++key) {
-    if (world.class_of(key) != World::kNoClass) names.append(to_str(world.name(key)));
+  for (uint32_t key = 0; key < joint.num_keys(); ++key) {
+    if (joint.class_of(key) != JointTable::kNoClass) names.append(to_str(joint.name(key)));
   }
   return names;
 }
 
 // The class of each key that some rank holds and that has no problem, in increasing order of keys.
-py::dict agreed_keys_py(const World& world) {
+py::dict agreed_keys_py(const JointTable& joint) {
   py::dict classes;
-  for (uint32_t key = 0; key < world.num_keys(); ++key) {
-    const uint32_t index = world.class_of(key);
-    if (index != World::kNoClass && !class_at(world, index).trouble) classes[py::int_(key)] = index;
+  for (uint32_t key = 0; key < joint.num_keys(); ++key) {
+    const uint32_t index = joint.class_of(key);
+    if (index != JointTable::kNoClass && !class_at(joint, index).trouble) classes[py::int_(key)] = index;
   }
   return classes;
 }
 
 // By key, in increasing order. Keys of a class have the same.
-py::dict problems_py(const World& world) {
+py::dict problems_py(const JointTable& joint) {
   std::map<uint32_t, py::object> problems;
-  for (const KeyClass& of_keys : world.classes()) {
+  for (const KeyClass& of_keys : joint.classes()) {
     if (!of_keys.trouble) continue;
-    const py::object problem = py::cast(problem_of(world, of_keys));
+    const py::object problem = py::cast(problem_of(joint, of_keys));
     for (const uint32_t key : of_keys.keys) problems[key] = problem;
   }
   py::dict result;
@@ -111,21 +111,21 @@ py::dict problems_py(const World& world) {
   return result;
 }
 
-py::list ranks_py(const World& world, size_t index) {
+py::list ranks_py(const JointTable& joint, size_t index) {
   py::list ranks;
-  for (const Member& member : class_at(world, index).members) ranks.append(member.rank);
+  for (const Member& member : class_at(joint, index).members) ranks.append(member.rank);
   return ranks;
 }
 
 // Per rank and key the order of sharding, where the rank takes its placements to mean another one.
-py::list unforeseen_steps_py(const World& world) {
-  std::vector<py::dict> found(world.num_ranks());
-  for (const KeyClass& of_keys : world.classes()) {
+py::list unforeseen_steps_py(const JointTable& joint) {
+  std::vector<py::dict> found(joint.num_ranks());
+  for (const KeyClass& of_keys : joint.classes()) {
     for (const Replica& replica : of_keys.replicas) {
       if (replica.is_foreseen) continue;
       const py::tuple steps = to_tuple(replica.steps);
       for (const uint32_t key : of_keys.keys) {
-        const py::str name = to_str(world.name(key));
+        const py::str name = to_str(joint.name(key));
         for (const int64_t rank : replica.ranks) found[static_cast<size_t>(rank)][name] = steps;
       }
     }
@@ -134,21 +134,21 @@ py::list unforeseen_steps_py(const World& world) {
 }
 
 // The true order of sharding of each tensor that a rank holds and that does not describe itself.
-py::dict steps_of_py(const World& world, int64_t rank) {
+py::dict steps_of_py(const JointTable& joint, int64_t rank) {
   py::dict found;
-  for (const KeyClass& of_keys : world.classes()) {
-    if (of_keys.trouble || world.kind_of(of_keys).type != EntryType::kTensor) continue;
+  for (const KeyClass& of_keys : joint.classes()) {
+    if (of_keys.trouble || joint.kind_of(of_keys).type != EntryType::kTensor) continue;
     for (const Replica& replica : of_keys.replicas) {
       if (std::ranges::find(replica.ranks, rank) == replica.ranks.end()) continue;
       const py::tuple steps = to_tuple(replica.steps);
-      for (const uint32_t key : of_keys.keys) found[to_str(world.name(key))] = steps;
+      for (const uint32_t key : of_keys.keys) found[to_str(joint.name(key))] = steps;
     }
   }
   return found;
 }
 
-bool has_meshes_py(const World& world) {
-  return std::ranges::any_of(world.sections(), [](const Section& section) { return !section.columns.meshes.empty(); });
+bool has_meshes_py(const JointTable& joint) {
+  return std::ranges::any_of(joint.sections(), [](const Section& section) { return !section.columns.meshes.empty(); });
 }
 
 py::dict to_dict(const std::vector<std::pair<std::string, int64_t>>& axes) {
@@ -158,9 +158,9 @@ py::dict to_dict(const std::vector<std::pair<std::string, int64_t>>& axes) {
 }
 
 // Whether saved chunks hold, once, all that ranks hold of each key of a class.
-bool is_filled_py(const World& world, size_t index, const ChunkIndex& saved) {
-  const KeyClass& of_keys = class_at(world, index);
-  const Sizes& shape = world.kind_of(of_keys).shape;
+bool is_filled_py(const JointTable& joint, size_t index, const ChunkIndex& saved) {
+  const KeyClass& of_keys = class_at(joint, index);
+  const Sizes& shape = joint.kind_of(of_keys).shape;
   if (!saved.chunks().empty() && !std::ranges::equal(saved.end(), shape, std::less_equal())) return false;
   std::vector<Chunk> wanted;
   for (const Replica& replica : of_keys.replicas) {
@@ -169,15 +169,15 @@ bool is_filled_py(const World& world, size_t index, const ChunkIndex& saved) {
   return saved.fills(wanted);
 }
 
-py::list written_boxes_py(const World& world, size_t index) {
+py::list written_boxes_py(const JointTable& joint, size_t index) {
   py::list boxes;
-  for (const HeldShard& shard : WritePlan::written_shards(class_at(world, index))) {
+  for (const HeldShard& shard : WritePlan::written_shards(class_at(joint, index))) {
     for (const Chunk& box : shard.boxes) boxes.append(to_box(box));
   }
   return boxes;
 }
 
-void define_world(py::module_& module) {
+void define_joint_table(py::module_& module) {
   py::native_enum<EntryType>(module, "EntryType", "enum.Enum")
       .value("NONE", EntryType::kNone)
       .value("OBJECT", EntryType::kObject)
@@ -205,27 +205,27 @@ void define_world(py::module_& module) {
       .def_property_readonly("steps", [](const Replica& replica) { return to_tuple(replica.steps); })
       .def_readonly("ranks", &Replica::ranks)
       .def_property_readonly("shards", [](const Replica& replica) { return py::tuple(py::cast(replica.shards)); });
-  py::class_<World>(module, "World", "What all ranks' key tables say together; see csrc/core/agreement.h.")
+  py::class_<JointTable>(module, "JointTable", "What all ranks' key tables say together; see csrc/core/agreement.h.")
       .def(py::init<>())
-      .def("add_section", [](World& world, const py::bytes& bytes) { return world.add_section(to_view(bytes)); })
-      .def("add_rank", [](World& world, std::vector<size_t> sections,
-                          const py::bytes& part) { world.add_rank(std::move(sections), to_view(part)); })
-      .def("agree", &World::agree, py::call_guard<py::gil_scoped_release>(), py::arg("needs_all_ranks"))
-      .def_property_readonly("num_ranks", &World::num_ranks)
+      .def("add_section", [](JointTable& joint, const py::bytes& bytes) { return joint.add_section(to_view(bytes)); })
+      .def("add_rank", [](JointTable& joint, std::vector<size_t> sections,
+                          const py::bytes& part) { joint.add_rank(std::move(sections), to_view(part)); })
+      .def("agree", &JointTable::agree, py::call_guard<py::gil_scoped_release>(), py::arg("needs_all_ranks"))
+      .def_property_readonly("num_ranks", &JointTable::num_ranks)
       .def("names", &names_py)
       .def("paths", &paths_py)
       .def_property_readonly("has_meshes", &has_meshes_py)
-      .def("axes", [](const World& world) { return to_dict(world.axes()); })
+      .def("axes", [](const JointTable& joint) { return to_dict(joint.axes()); })
       .def("held_names", &held_names_py)
       .def("agreed_keys", &agreed_keys_py)
-      .def("kind_of",
-           [](const World& world, uint32_t key) { return kind_of_class(world, class_at(world, world.class_of(key))); })
+      .def("kind_of", [](const JointTable& joint,
+                         uint32_t key) { return kind_of_class(joint, class_at(joint, joint.class_of(key))); })
       .def("kinds", &kinds_py)
       .def("problems", &problems_py)
       .def("ranks", &ranks_py)
-      .def("replicas", [](const World& world, size_t index) { return class_at(world, index).replicas; })
-      .def("describe_replicas",
-           [](const World& world, uint32_t key) { return describe_replicas(class_at(world, world.class_of(key))); })
+      .def("replicas", [](const JointTable& joint, size_t index) { return class_at(joint, index).replicas; })
+      .def("describe_replicas", [](const JointTable& joint,
+                                   uint32_t key) { return describe_replicas(class_at(joint, joint.class_of(key))); })
       .def("steps_of", &steps_of_py, py::arg("rank"))
       .def("unforeseen_steps", &unforeseen_steps_py)
       .def("is_filled", &is_filled_py, py::arg("of_class"), py::arg("saved"))
@@ -264,7 +264,7 @@ void define_replica_digests(py::module_& module) {
       .def_readonly("equal", &Comparison::equal)
       .def_readonly("uncompared", &Comparison::uncompared);
   py::class_<ReplicaDigests>(module, "ReplicaDigests", "Whether replicas are equal; see csrc/core/replica_digests.h.")
-      .def(py::init<const World&>(), py::keep_alive<1, 2>())
+      .def(py::init<const JointTable&>(), py::keep_alive<1, 2>())
       .def("add_message", [](ReplicaDigests& digests, size_t section,
                              const py::bytes& bytes) { return digests.add_message(section, to_view(bytes)); })
       .def("add_rank", &ReplicaDigests::add_rank)
@@ -273,15 +273,15 @@ void define_replica_digests(py::module_& module) {
 }
 
 // The metadata that a plan writes, without places: of all keys that some rank holds, in their order.
-MetadataColumns planned_columns(const World& world, const WritePlan& plan) {
+MetadataColumns planned_columns(const JointTable& joint, const WritePlan& plan) {
   MetadataColumns columns;
   std::unordered_map<uint32_t, SavedKey> known;  // keys of a class differ by name alone
-  for (uint32_t number = 0; number < world.num_keys(); ++number) {
-    const uint32_t of_class = world.class_of(number);
-    if (of_class == World::kNoClass || world.classes()[of_class].trouble) continue;
+  for (uint32_t number = 0; number < joint.num_keys(); ++number) {
+    const uint32_t of_class = joint.class_of(number);
+    if (of_class == JointTable::kNoClass || joint.classes()[of_class].trouble) continue;
     const auto [found, is_new] = known.try_emplace(of_class);
     SavedKey& key = found->second;
-    const Kind& kind = world.kind_of(world.classes()[of_class]);
+    const Kind& kind = joint.kind_of(joint.classes()[of_class]);
     if (is_new && kind.type != EntryType::kObject) {
       std::vector<SavedChunk> chunks;
       for (const Chunk& box : plan.written_boxes(of_class)) {
@@ -296,7 +296,7 @@ MetadataColumns planned_columns(const World& world, const WritePlan& plan) {
              .requires_grad = kind.requires_grad,
              .chunk_list = columns.add_chunk_list(chunks)};
     }
-    key.fqn = columns.names.add(world.name(number));
+    key.fqn = columns.names.add(joint.name(number));
     columns.add_key(key);
   }
   return columns;
@@ -320,9 +320,9 @@ void define_write_plan(py::module_& module) {
       },
       py::arg("decision"), py::arg("kind_of"));
   py::class_<WritePlan>(module, "WritePlan", "Who writes what; see csrc/core/write_plan.h.")
-      .def(py::init<const World&, bool, const std::vector<uint32_t>&, std::vector<uint32_t>,
+      .def(py::init<const JointTable&, bool, const std::vector<uint32_t>&, std::vector<uint32_t>,
                     const std::vector<uint32_t>&, bool>(),
-           py::keep_alive<1, 2>(), py::call_guard<py::gil_scoped_release>(), py::arg("world"), py::arg("lowest_only"),
+           py::keep_alive<1, 2>(), py::call_guard<py::gil_scoped_release>(), py::arg("joint"), py::arg("lowest_only"),
            py::arg("lowest_keys"), py::arg("hosts"), py::arg("equal_keys") = std::vector<uint32_t>(),
            py::arg("may_divide") = true)
       .def("decision", [](const WritePlan& plan, int64_t rank) { return py::bytes(plan.decision(rank)); })
@@ -330,7 +330,7 @@ void define_write_plan(py::module_& module) {
       .def("written_boxes",
            [](const WritePlan& plan, uint32_t of_class) { return to_boxes(plan.written_boxes(of_class)); })
       .def("keys_of_several_boxes", &WritePlan::keys_of_several_boxes);
-  module.def("planned_columns", &planned_columns, py::arg("world"), py::arg("plan"),
+  module.def("planned_columns", &planned_columns, py::arg("joint"), py::arg("plan"),
              py::call_guard<py::gil_scoped_release>());
 }
 
@@ -433,7 +433,7 @@ void define_boxes(py::module_& module) {
 
 void register_plan(py::module_& module) {
   define_boxes(module);
-  define_world(module);
+  define_joint_table(module);
   define_axes(module);
   define_replica_digests(module);
   define_write_plan(module);

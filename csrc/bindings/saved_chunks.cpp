@@ -39,15 +39,15 @@ std::string content_of(const std::vector<Chunk>& chunks) {
 using Uncovered = std::tuple<uint32_t, uint32_t, py::object>;
 
 // Of the keys that ranks agree on. Args: wanted: by key the name in the checkpoint.
-std::vector<Uncovered> find_uncovered(const World& world, const py::dict& wanted, SavedChunks& saved) {
+std::vector<Uncovered> find_uncovered(const JointTable& joint, const py::dict& wanted, SavedChunks& saved) {
   std::vector<Uncovered> found;
   std::map<std::pair<PyObject*, uint32_t>, bool> is_covered;
-  for (uint32_t key = 0; key < world.num_keys(); ++key) {
-    const uint32_t of_class = world.class_of(key);
-    if (of_class == World::kNoClass || world.classes()[of_class].trouble) continue;
-    const Kind& kind = world.kind_of(world.classes()[of_class]);
+  for (uint32_t key = 0; key < joint.num_keys(); ++key) {
+    const uint32_t of_class = joint.class_of(key);
+    if (of_class == JointTable::kNoClass || joint.classes()[of_class].trouble) continue;
+    const Kind& kind = joint.kind_of(joint.classes()[of_class]);
     if (kind.type == EntryType::kObject) continue;
-    const py::object chunks = saved.find(wanted[to_str(world.name(key))]);
+    const py::object chunks = saved.find(wanted[to_str(joint.name(key))]);
     if (chunks.is_none()) continue;
     const auto [known, is_new] = is_covered.try_emplace({chunks.ptr(), of_class});
     if (is_new) {
@@ -111,7 +111,7 @@ void define_saved_chunks(py::module_& module) {
       .def(py::init<py::dict, py::object>(), py::arg("entries"), py::arg("tensor_class"))
       .def("find", &SavedChunks::find, py::arg("fqn"))
       .def("of", &SavedChunks::of, py::arg("chunks"));
-  module.def("find_uncovered", &find_uncovered, py::arg("world"), py::arg("wanted"), py::arg("saved"));
+  module.def("find_uncovered", &find_uncovered, py::arg("joint"), py::arg("wanted"), py::arg("saved"));
 }
 
 }  // namespace torchtitan_ext::bindings

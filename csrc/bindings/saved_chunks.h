@@ -40,7 +40,7 @@ class SavedChunks {
   std::unordered_map<std::string, pybind11::object> by_content_;
 };
 
-// After ChunkIndex, MetadataColumns and World.
+// After ChunkIndex, MetadataColumns and JointTable.
 void define_saved_chunks(pybind11::module_& module);
 
 }  // namespace torchtitan_ext::bindings

@@ -19,9 +19,9 @@ namespace torchtitan_ext::bindings {
 namespace py = pybind11;
 using core::AbsentKey;
 using core::BoxTable;
+using core::JointTable;
 using core::TransferPair;
 using core::TransferPlan;
-using core::World;
 
 namespace {
 
@@ -34,7 +34,7 @@ std::string_view bytes_of(const BoxTable& table) {
 }  // namespace
 
 void register_transfer(py::module_& module) {
-  module.attr("NO_KEY") = World::kNoClass;
+  module.attr("NO_KEY") = JointTable::kNoClass;
   py::class_<TransferPair>(module, "TransferPair", "Keys with one class in two worlds; see csrc/core/transfer_plan.h.")
       .def_property_readonly("source_classes",
                              [](const TransferPair& pair) {
@@ -51,7 +51,7 @@ void register_transfer(py::module_& module) {
       .def_readonly("target_keys", &TransferPair::target_keys);
   module.def(
       "pair_keys",
-      [](const World& source, const World& target, const std::vector<uint32_t>& source_of,
+      [](const JointTable& source, const JointTable& target, const std::vector<uint32_t>& source_of,
          const std::vector<std::tuple<uint32_t, const core::TensorMap*, int64_t, bool>>& mapped,
          const std::map<uint32_t, std::vector<int64_t>>& distrusted) {
         std::vector<core::MappedKey> keys;
@@ -64,7 +64,7 @@ void register_transfer(py::module_& module) {
       py::arg("mapped") = std::vector<std::tuple<uint32_t, const core::TensorMap*, int64_t, bool>>(),
       py::arg("distrusted") = std::map<uint32_t, std::vector<int64_t>>());
   py::class_<TransferPlan>(module, "TransferPlan", "Who sends what to whom; see csrc/core/transfer_plan.h.")
-      .def(py::init<const World&, const World&, std::vector<TransferPair>, std::vector<uint32_t>, bool>(),
+      .def(py::init<const JointTable&, const JointTable&, std::vector<TransferPair>, std::vector<uint32_t>, bool>(),
            py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::call_guard<py::gil_scoped_release>(), py::arg("source"),
            py::arg("target"), py::arg("pairs"), py::arg("hosts"), py::arg("has_lost_ranks") = false)
       .def("sends", [](const TransferPlan& plan, int64_t rank) { return py::bytes(plan.sends(rank)); })

@@ -64,12 +64,13 @@ std::optional<Trouble> find_cover_trouble(const Sizes& shape, const std::vector<
 }
 
 // Shards of the ranks of one mesh. Ranks that differ only on axes that replicate hold the same.
-std::vector<HeldShard> held_shards(const World& world, const std::vector<Member>& members, const ShardLayout& layout) {
-  const Kind& kind = world.kind_of(members.front()).kind;
+std::vector<HeldShard> held_shards(const JointTable& joint, const std::vector<Member>& members,
+                                   const ShardLayout& layout) {
+  const Kind& kind = joint.kind_of(members.front()).kind;
   std::unordered_map<size_t, size_t> position_of;
   std::vector<HeldShard> shards;
   for (const Member& member : members) {
-    const Sizes& coordinate = world.standing(member).coordinate;
+    const Sizes& coordinate = joint.standing(member).coordinate;
     Sizes first = coordinate;
     for (size_t axis = 0; axis < first.size(); ++axis) {
       if (kind.placements[axis].dim < 0) first[axis] = 0;
@@ -82,10 +83,10 @@ std::vector<HeldShard> held_shards(const World& world, const std::vector<Member>
   return shards;
 }
 
-std::optional<Trouble> find_absent(const World& world, const std::vector<Member>& members) {
-  const MeshForm& mesh = world.kind_of(members.front()).mesh;
+std::optional<Trouble> find_absent(const JointTable& joint, const std::vector<Member>& members) {
+  const MeshForm& mesh = joint.kind_of(members.front()).mesh;
   std::vector<size_t> seen;
-  for (const Member& member : members) seen.push_back(linear_index(world.standing(member).coordinate, mesh.shape));
+  for (const Member& member : members) seen.push_back(linear_index(joint.standing(member).coordinate, mesh.shape));
   std::sort(seen.begin(), seen.end());
   seen.erase(std::unique(seen.begin(), seen.end()), seen.end());
   const auto num_ranks = static_cast<size_t>(num_elements(mesh.shape));
@@ -93,7 +94,7 @@ std::optional<Trouble> find_absent(const World& world, const std::vector<Member>
   Trouble trouble;
   trouble.code = Trouble::Code::kAbsent;
   trouble.first = members.front().rank;
-  const int64_t origin = world.standing(members.front()).origin;
+  const int64_t origin = joint.standing(members.front()).origin;
   for (size_t index = 0, next = 0; index < num_ranks && trouble.absent.size() < kMaxAbsent; ++index) {
     if (next < seen.size() && seen[next] == index) {
       ++next;
@@ -104,10 +105,10 @@ std::optional<Trouble> find_absent(const World& world, const std::vector<Member>
   return trouble;
 }
 
-std::optional<Trouble> find_disagreement(const World& world, const std::vector<Member>& members) {
-  const WorldKind& first = world.kind_of(members.front());
+std::optional<Trouble> find_disagreement(const JointTable& joint, const std::vector<Member>& members) {
+  const NumberedKind& first = joint.kind_of(members.front());
   for (const Member& member : members) {
-    const WorldKind& other = world.kind_of(member);
+    const NumberedKind& other = joint.kind_of(member);
     if (other.traits == first.traits) continue;
     Trouble trouble;
     trouble.first = members.front().rank;
@@ -189,7 +190,7 @@ std::vector<std::pair<std::string, int64_t>> axes_of(std::vector<MeshForm> meshe
   return axes;
 }
 
-std::vector<std::pair<std::string, int64_t>> World::axes() const {
+std::vector<std::pair<std::string, int64_t>> JointTable::axes() const {
   std::vector<MeshForm> meshes;
   for (const Section& section : sections_) {
     meshes.insert(meshes.end(), section.columns.meshes.begin(), section.columns.meshes.end());
@@ -243,7 +244,7 @@ int64_t rank_at(const MeshForm& mesh, int64_t origin, std::span<const int64_t> c
   return rank;
 }
 
-uint32_t World::number_of_kind(const Kind& kind, const KeyColumns& columns) {
+uint32_t JointTable::number_of_kind(const Kind& kind, const KeyColumns& columns) {
   const bool has_mesh = kind.mesh != Kind::kPlain;
   const std::string traits = encode_traits(kind);
   std::string layout =
@@ -251,7 +252,7 @@ uint32_t World::number_of_kind(const Kind& kind, const KeyColumns& columns) {
   const std::string whole = traits + (kind.requires_grad ? "1" : "0") + layout;
   const auto [found, is_new] = kind_numbers_.try_emplace(whole, static_cast<uint32_t>(kinds_.size()));
   if (is_new) {
-    WorldKind& known = kinds_.emplace_back();
+    NumberedKind& known = kinds_.emplace_back();
     known.kind = kind;
     if (has_mesh) known.mesh = columns.meshes[static_cast<size_t>(kind.mesh)];
     known.traits = number(traits_numbers_, traits);
@@ -260,7 +261,7 @@ uint32_t World::number_of_kind(const Kind& kind, const KeyColumns& columns) {
   return found->second;
 }
 
-size_t World::add_section(std::string_view bytes) {
+size_t JointTable::add_section(std::string_view bytes) {
   Section section;
   section.columns = decode_columns(bytes);
   const KeyColumns& columns = section.columns;
@@ -287,7 +288,7 @@ size_t World::add_section(std::string_view bytes) {
   return index;
 }
 
-void World::add_rank(std::vector<size_t> sections, std::string_view part) {
+void JointTable::add_rank(std::vector<size_t> sections, std::string_view part) {
   TTE_CHECK(!sections.empty(), "add_rank", "a rank has no section");
   for (size_t index = 0; index < sections.size(); ++index) {
     const KeyColumns& columns = sections_.at(sections[index]).columns;
@@ -306,23 +307,23 @@ void World::add_rank(std::vector<size_t> sections, std::string_view part) {
   sections_of_.push_back(std::move(sections));
 }
 
-const Standing& World::standing(const Member& member) const {
+const Standing& JointTable::standing(const Member& member) const {
   const int64_t mesh = sections_[member.section].columns.kinds[member.kind].mesh;
   return parts_[static_cast<size_t>(member.rank)].standings[static_cast<size_t>(mesh)];
 }
 
-const Sizes& World::local_sizes(const KeyClass& of_keys, const Member& member) const {
+const Sizes& JointTable::local_sizes(const KeyClass& of_keys, const Member& member) const {
   const auto unusual = of_keys.unusual.find(member.rank);
   if (unusual != of_keys.unusual.end()) return *unusual->second;
   return parts_[static_cast<size_t>(member.rank)].local_sizes[member.kind];
 }
 
-void World::agree(bool needs_all_ranks) {
+void JointTable::agree(bool needs_all_ranks) {
   divide_into_classes();
   for (KeyClass& of_keys : classes_) agree_on(of_keys, needs_all_ranks);
 }
 
-void World::divide_into_classes() {
+void JointTable::divide_into_classes() {
   Facts facts;
   std::vector<uint32_t> chains(names_.size(), 0);
   for (size_t index = 0; index < sections_.size(); ++index) {
@@ -384,7 +385,7 @@ void World::divide_into_classes() {
   }
 }
 
-void World::agree_on(KeyClass& of_keys, bool needs_all_ranks) const {
+void JointTable::agree_on(KeyClass& of_keys, bool needs_all_ranks) const {
   try {
     of_keys.trouble = find_disagreement(*this, of_keys.members);
     if (of_keys.trouble) return;
@@ -404,7 +405,7 @@ void World::agree_on(KeyClass& of_keys, bool needs_all_ranks) const {
   if (of_keys.trouble && names_no_rank(of_keys.trouble->code)) of_keys.trouble->first = of_keys.members.front().rank;
 }
 
-std::optional<Trouble> World::agree_on_boxes(KeyClass& of_keys, bool needs_all_ranks) const {
+std::optional<Trouble> JointTable::agree_on_boxes(KeyClass& of_keys, bool needs_all_ranks) const {
   Replica replica;
   std::map<std::pair<Sizes, Sizes>, size_t> positions;
   for (size_t index = 0; index < of_keys.members.size(); ++index) {
@@ -426,7 +427,7 @@ std::optional<Trouble> World::agree_on_boxes(KeyClass& of_keys, bool needs_all_r
   return std::nullopt;
 }
 
-std::optional<Trouble> World::agree_on_layouts(KeyClass& of_keys, bool needs_all_ranks) const {
+std::optional<Trouble> JointTable::agree_on_layouts(KeyClass& of_keys, bool needs_all_ranks) const {
   const Sizes& shape = kind_of(of_keys).shape;
   const auto is_on_mesh = [&](const Member& member) { return kind_of(member).kind.mesh != Kind::kPlain; };
   of_keys.is_plain = std::none_of(of_keys.members.begin(), of_keys.members.end(), is_on_mesh);
@@ -455,9 +456,9 @@ std::optional<Trouble> World::agree_on_layouts(KeyClass& of_keys, bool needs_all
   return std::nullopt;
 }
 
-std::optional<Trouble> World::decide(const KeyClass& of_keys, const std::vector<Member>& members, bool needs_all_ranks,
-                                     Replica& replica) const {
-  const WorldKind& kind = kind_of(members.front());
+std::optional<Trouble> JointTable::decide(const KeyClass& of_keys, const std::vector<Member>& members,
+                                          bool needs_all_ranks, Replica& replica) const {
+  const NumberedKind& kind = kind_of(members.front());
   const auto candidates = candidate_steps(kind.kind.placements, kind.mesh.shape, kind.kind.stated_order());
   std::vector<Observation> observations;
   for (const Member& member : members) {

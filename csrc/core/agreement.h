@@ -86,20 +86,21 @@ struct KeyClass {
 // The columns of a group of ranks.
 struct Section {
   KeyColumns columns;
-  std::vector<uint32_t> keys;   // number in the world of each key
-  std::vector<uint32_t> kinds;  // number in the world of each kind
+  std::vector<uint32_t> keys;   // number of each key among those of all ranks
+  std::vector<uint32_t> kinds;  // the same of each kind
   std::vector<int64_t> ranks;
 };
 
-// A kind of the world, with numbers that are equal for equal parts.
-struct WorldKind {
+// A kind of any rank, with numbers that are equal for equal parts.
+struct NumberedKind {
   Kind kind;
   MeshForm mesh;
   uint32_t traits = 0;  // type, dtype, shape
   uint32_t layout = 0;  // mesh, placements, order
 };
 
-class World {
+// The key tables of all ranks that save or load, put together.
+class JointTable {
  public:
   // The number of the columns; equal bytes are worth one call. Throws WireError.
   size_t add_section(std::string_view bytes);
@@ -118,7 +119,9 @@ class World {
   const std::vector<size_t>& sections_of(int64_t rank) const { return sections_of_[static_cast<size_t>(rank)]; }
   const std::vector<KeyClass>& classes() const { return classes_; }
   uint32_t class_of(uint32_t key) const { return class_of_[key]; }  // kNoClass for a key that nobody holds
-  const WorldKind& kind_of(const Member& member) const { return kinds_[sections_[member.section].kinds[member.kind]]; }
+  const NumberedKind& kind_of(const Member& member) const {
+    return kinds_[sections_[member.section].kinds[member.kind]];
+  }
   // The lowest member's: what all of a class without trouble agree on.
   const Kind& kind_of(const KeyClass& of_keys) const { return kind_of(of_keys.members.front()).kind; }
   // Of the meshes of all ranks; see axes_of.
@@ -143,7 +146,7 @@ class World {
   std::deque<std::string> names_;  // a deque: views into it stay
   std::unordered_map<std::string_view, uint32_t> numbers_;
   std::vector<std::pair<uint32_t, uint32_t>> paths_;
-  std::deque<WorldKind> kinds_;
+  std::deque<NumberedKind> kinds_;
   std::unordered_map<std::string, uint32_t> kind_numbers_;
   std::unordered_map<std::string, uint32_t> traits_numbers_;
   std::unordered_map<std::string, uint32_t> layout_numbers_;

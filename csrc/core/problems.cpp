@@ -46,10 +46,10 @@ const Member& member_of(const KeyClass& of_keys, int64_t rank) {
                        [&](const Member& member) { return member.rank == rank; });
 }
 
-KeyProblem describe_disagreement(const World& world, const KeyClass& of_keys) {
+KeyProblem describe_disagreement(const JointTable& joint, const KeyClass& of_keys) {
   const Trouble& trouble = *of_keys.trouble;
   const auto say = [&](int64_t rank) {
-    const Kind& kind = world.kind_of(member_of(of_keys, rank)).kind;
+    const Kind& kind = joint.kind_of(member_of(of_keys, rank)).kind;
     const std::string has = concat("rank ", rank, " has ");
     if (trouble.code == Trouble::Code::kDtype) return has + "dtype " + kind.dtype;
     if (trouble.code == Trouble::Code::kShape) return has + "shape " + format_sizes(kind.shape);
@@ -60,7 +60,7 @@ KeyProblem describe_disagreement(const World& world, const KeyClass& of_keys) {
           concat(say(trouble.first), ", ", say(trouble.second), "; give different values different keys")};
 }
 
-KeyProblem describe_absent(const WorldKind& kind, const std::vector<int64_t>& absent) {
+KeyProblem describe_absent(const NumberedKind& kind, const std::vector<int64_t>& absent) {
   std::string ranks;
   for (size_t index = 0; index < std::min(absent.size(), kMaxNamedRanks); ++index) {
     ranks += (index > 0 ? ", " : "") + std::to_string(absent[index]);
@@ -191,19 +191,19 @@ std::string describe_replicas(const KeyClass& of_keys) {
   return concat("is a tensor on each of several meshes (", meshes, ")");
 }
 
-KeyProblem problem_of(const World& world, const KeyClass& of_keys) {
+KeyProblem problem_of(const JointTable& joint, const KeyClass& of_keys) {
   const Trouble& trouble = *of_keys.trouble;
   const Member& first = member_of(of_keys, trouble.first);
-  const WorldKind& kind = world.kind_of(first);
+  const NumberedKind& kind = joint.kind_of(first);
   switch (trouble.code) {
     case Trouble::Code::kType:
     case Trouble::Code::kDtype:
     case Trouble::Code::kShape:
-      return describe_disagreement(world, of_keys);
+      return describe_disagreement(joint, of_keys);
     case Trouble::Code::kNoMatch:
     case Trouble::Code::kInDoubt:
-      return describe_unresolved(kind.kind, kind.mesh, world.standing(first).origin, trouble.resolution,
-                                 world.local_sizes(of_keys, member_of(of_keys, trouble.second)));
+      return describe_unresolved(kind.kind, kind.mesh, joint.standing(first).origin, trouble.resolution,
+                                 joint.local_sizes(of_keys, member_of(of_keys, trouble.second)));
     case Trouble::Code::kInvalid:
       return {"layout_matches_nothing", concat(describe_layout(kind.kind, kind.mesh), ": ", trouble.message)};
     case Trouble::Code::kAbsent:

@@ -42,6 +42,6 @@ std::string describe_defect(std::span<const int64_t> global_shape, const CoverDe
 std::string describe_replicas(const KeyClass& of_keys);
 
 // What is wrong with the keys of a class. REQUIRES: the class has a trouble.
-KeyProblem problem_of(const World& world, const KeyClass& of_keys);
+KeyProblem problem_of(const JointTable& joint, const KeyClass& of_keys);
 
 }  // namespace torchtitan_ext::core

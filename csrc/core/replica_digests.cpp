@@ -84,7 +84,7 @@ bool ReplicaDigests::ClassSum::operator==(const ClassSum& other) const {
 }
 
 size_t ReplicaDigests::add_message(size_t section, std::string_view bytes) {
-  const Section& of = world_.sections().at(section);
+  const Section& of = joint_.sections().at(section);
   const std::vector<uint32_t>& kind_of = of.columns.kind_of;
   std::vector<std::vector<uint32_t>>& keys_of_kind = keys_of_kind_[section];
   if (keys_of_kind.empty()) {
@@ -123,7 +123,7 @@ size_t ReplicaDigests::add_message(size_t section, std::string_view bytes) {
 
 void ReplicaDigests::add_rank(const std::vector<size_t>& messages) {
   const auto rank = static_cast<int64_t>(messages_of_rank_.size());
-  const std::vector<size_t>& sections = world_.sections_of(rank);
+  const std::vector<size_t>& sections = joint_.sections_of(rank);
   bool fits = messages.size() == sections.size();
   for (size_t index = 0; fits && index < messages.size(); ++index) {
     fits = messages_.at(messages[index]).section == sections[index];
@@ -133,7 +133,7 @@ void ReplicaDigests::add_rank(const std::vector<size_t>& messages) {
 }
 
 const ReplicaDigests::Message& ReplicaDigests::message_of(const Member& member) const {
-  const std::vector<size_t>& sections = world_.sections_of(member.rank);
+  const std::vector<size_t>& sections = joint_.sections_of(member.rank);
   const auto position = std::find(sections.begin(), sections.end(), member.section) - sections.begin();
   return messages_[messages_of_rank_.at(static_cast<size_t>(member.rank))[static_cast<size_t>(position)]];
 }
@@ -141,7 +141,7 @@ const ReplicaDigests::Message& ReplicaDigests::message_of(const Member& member) 
 const std::unordered_map<uint32_t, uint32_t>& ReplicaDigests::positions_in(uint32_t section) const {
   auto& positions = positions_[section];
   if (positions.empty()) {
-    const std::vector<uint32_t>& keys = world_.sections()[section].keys;
+    const std::vector<uint32_t>& keys = joint_.sections()[section].keys;
     for (uint32_t position = 0; position < keys.size(); ++position) positions[keys[position]] = position;
   }
   return positions;
@@ -172,7 +172,7 @@ ReplicaDigests::ClassSum ReplicaDigests::sum_of(const KeyClass& of_keys, const M
 
 std::vector<ReplicaDigests::Group> ReplicaDigests::groups_of(const KeyClass& of_keys) const {
   std::vector<Group> groups;
-  if (of_keys.is_plain || world_.kind_of(of_keys).type == EntryType::kObject) {
+  if (of_keys.is_plain || joint_.kind_of(of_keys).type == EntryType::kObject) {
     Group& all = groups.emplace_back();
     for (const Member& member : of_keys.members) all.members.push_back(&member);
     all.ends.push_back(all.members.size());
@@ -281,13 +281,13 @@ void ReplicaDigests::compare(const KeyClass& of_keys, Comparison& found) const {
   }
   if (unlike.empty() && !is_on_several) return;
 
-  const auto is_on_mesh = [&](const Member& member) { return world_.kind_of(member).kind.mesh != Kind::kPlain; };
+  const auto is_on_mesh = [&](const Member& member) { return joint_.kind_of(member).kind.mesh != Kind::kPlain; };
   const bool is_presumed = std::all_of(of_keys.members.begin(), of_keys.members.end(), is_on_mesh);
   const auto is_everywhere = [&](const Group& group) { return group.ends.size() == of_keys.replicas.size(); };
   const auto has_other_steps = [&](const Replica& replica) { return replica.steps != of_keys.replicas.front().steps; };
   const bool are_comparable = std::all_of(groups.begin(), groups.end(), is_everywhere);
   const bool are_of_one_layout = std::none_of(of_keys.replicas.begin(), of_keys.replicas.end(), has_other_steps);
-  const bool is_empty = num_elements(world_.kind_of(of_keys).shape) == 0;
+  const bool is_empty = num_elements(joint_.kind_of(of_keys).shape) == 0;
   for (const uint32_t key : of_keys.keys) {
     if (auto difference = find_difference(key, unlike)) {
       difference->is_presumed = difference->is_presumed && is_presumed;
@@ -302,7 +302,7 @@ void ReplicaDigests::compare(const KeyClass& of_keys, Comparison& found) const {
 
 ReplicaDigests::Comparison ReplicaDigests::compare() const {
   Comparison found;
-  for (const KeyClass& of_keys : world_.classes()) {
+  for (const KeyClass& of_keys : joint_.classes()) {
     if (!of_keys.trouble) compare(of_keys, found);
   }
   std::sort(found.differing.begin(), found.differing.end(),

@@ -31,9 +31,9 @@ std::string encode_digests(const std::vector<uint32_t>& kind_of, size_t num_kind
 
 class ReplicaDigests {
  public:
-  // After `world.agree`. The world must outlive this.
-  explicit ReplicaDigests(const World& world)
-      : world_(world), keys_of_kind_(world.sections().size()), positions_(world.sections().size()) {}
+  // After `joint.agree`. The table must outlive this.
+  explicit ReplicaDigests(const JointTable& joint)
+      : joint_(joint), keys_of_kind_(joint.sections().size()), positions_(joint.sections().size()) {}
 
   // The number of a message about a section; an equal message about the same section is worth one call. Throws
   // WireError.
@@ -98,7 +98,7 @@ class ReplicaDigests {
   std::pair<bool, bool> look_at(const KeyClass& of_keys, const Group& group, bool counts_digests) const;
   const std::unordered_map<uint32_t, uint32_t>& positions_in(uint32_t section) const;
 
-  const World& world_;
+  const JointTable& joint_;
   std::deque<Message> messages_;  // a deque: views into their bytes stay
   std::vector<std::vector<size_t>> messages_of_rank_;
   std::vector<std::vector<std::vector<uint32_t>>> keys_of_kind_;           // per section, made when asked for

@@ -53,9 +53,9 @@ std::vector<Supply> supplies_of_any(const KeyClass& of_keys) {
   return supplies;
 }
 
-std::vector<Supply> supplies_of(const World& world, const KeyClass& of_keys) {
+std::vector<Supply> supplies_of(const JointTable& joint, const KeyClass& of_keys) {
   std::vector<Supply> supplies;
-  if (world.kind_of(of_keys).type == EntryType::kBoxes) {
+  if (joint.kind_of(of_keys).type == EntryType::kBoxes) {
     std::map<std::pair<Sizes, Sizes>, size_t> positions;
     for (size_t member = 0; member < of_keys.members.size(); ++member) {
       for (PlacedBox& placed : stated_boxes(of_keys, member)) {
@@ -87,9 +87,9 @@ std::vector<Supply> supplies_of(const World& world, const KeyClass& of_keys) {
   return supplies;
 }
 
-std::vector<Demand> demands_of(const World& world, const KeyClass& of_keys) {
+std::vector<Demand> demands_of(const JointTable& joint, const KeyClass& of_keys) {
   std::vector<Demand> demands;
-  if (world.kind_of(of_keys).type == EntryType::kBoxes) {
+  if (joint.kind_of(of_keys).type == EntryType::kBoxes) {
     for (size_t member = 0; member < of_keys.members.size(); ++member) {
       Demand demand{{}, {}, {of_keys.members[member].rank}};
       for (PlacedBox& placed : stated_boxes(of_keys, member)) {
@@ -114,8 +114,8 @@ std::vector<Demand> demands_of(const World& world, const KeyClass& of_keys) {
 
 }  // namespace
 
-std::vector<TransferPair> pair_keys(const World& source, const World& target, const std::vector<uint32_t>& source_of,
-                                    const std::vector<MappedKey>& mapped,
+std::vector<TransferPair> pair_keys(const JointTable& source, const JointTable& target,
+                                    const std::vector<uint32_t>& source_of, const std::vector<MappedKey>& mapped,
                                     const std::map<uint32_t, std::vector<int64_t>>& distrusted) {
   TTE_CHECK(source_of.size() == target.num_keys(), "pair_keys", "got ", source_of.size(), " source keys, expected ",
             target.num_keys());
@@ -125,9 +125,9 @@ std::vector<TransferPair> pair_keys(const World& source, const World& target, co
   // Positions of pairs: several where maps differ.
   std::map<std::tuple<uint32_t, int64_t, bool, std::vector<PairSource>>, std::vector<size_t>> alike;
   for (uint32_t key = 0; key < source_of.size(); ++key) {
-    if (source_of[key] == World::kNoClass && map_of[key] == nullptr) continue;
+    if (source_of[key] == JointTable::kNoClass && map_of[key] == nullptr) continue;
     TransferPair pair{{}, target.class_of(key), -1, {}, {key}, nullptr};
-    TTE_CHECK(pair.target_class != World::kNoClass, "pair_keys", "no rank holds ", std::string(target.name(key)));
+    TTE_CHECK(pair.target_class != JointTable::kNoClass, "pair_keys", "no rank holds ", std::string(target.name(key)));
     if (map_of[key] == nullptr) {
       pair.source_keys = {source_of[key]};
     } else {
@@ -146,7 +146,7 @@ std::vector<TransferPair> pair_keys(const World& source, const World& target, co
     for (const uint32_t of : pair.source_keys) {
       const auto doubt = distrusted.find(of);
       pair.sources.push_back({source.class_of(of), doubt == distrusted.end() ? std::vector<int64_t>() : doubt->second});
-      TTE_CHECK(pair.sources.back().key_class != World::kNoClass, "pair_keys", "no rank holds ",
+      TTE_CHECK(pair.sources.back().key_class != JointTable::kNoClass, "pair_keys", "no rank holds ",
                 std::string(source.name(of)));
     }
     std::vector<size_t>& positions = alike[{pair.target_class, pair.cast_to, pair.is_quantized, pair.sources}];
@@ -212,18 +212,18 @@ int64_t tensor_at(const WireReader& in, const std::vector<int64_t>& first_tensor
 
 }  // namespace
 
-// What ranks are told of one world: of the pair that is planned, and of those before it.
+// What ranks are told of one table: of the pair that is planned, and of those before it.
 struct TransferPlan::Side {
-  const World& world;
+  const JointTable& joint;
   std::vector<std::string>& told;
   std::vector<WireWriter> boxes;  // per rank, of this pair
   std::vector<size_t> num_boxes;
-  // Per list of sections: the positions in a rank's table of keys of the world; then of the keys of this pair, encoded.
+  // Per list of sections: the positions in a rank's table of keys of the joint one; then of the keys of this pair, encoded.
   std::map<std::vector<size_t>, std::vector<uint32_t>> positions;
   std::map<std::vector<size_t>, std::string> keys_of_pair;
 
-  Side(const World& of, std::vector<std::string>& to)
-      : world(of), told(to), boxes(of.num_ranks()), num_boxes(of.num_ranks(), 0) {}
+  Side(const JointTable& of, std::vector<std::string>& to)
+      : joint(of), told(to), boxes(of.num_ranks()), num_boxes(of.num_ranks(), 0) {}
 
   // `place`: of what is quantised where it goes in the key.
   void add_box(int64_t rank, int64_t peer, uint32_t source, uint32_t chunk, const BoxView& view, const Sizes& sizes,
@@ -279,7 +279,7 @@ struct TransferPlan::Side {
   }
 
   const std::string& encoded_keys(int64_t rank, const std::vector<uint32_t>& keys) {
-    const std::vector<size_t>& sections = world.sections_of(rank);
+    const std::vector<size_t>& sections = joint.sections_of(rank);
     const auto [found, is_new] = keys_of_pair.try_emplace(sections);
     if (!is_new) return found->second;
     const std::vector<uint32_t>& position_of = positions_in(sections);
@@ -296,16 +296,16 @@ struct TransferPlan::Side {
   const std::vector<uint32_t>& positions_in(const std::vector<size_t>& sections) {
     const auto [found, is_new] = positions.try_emplace(sections);
     if (!is_new) return found->second;
-    found->second.assign(world.num_keys(), 0);
+    found->second.assign(joint.num_keys(), 0);
     uint32_t position = 0;
     for (const size_t section : sections) {
-      for (const uint32_t key : world.sections()[section].keys) found->second[key] = position++;
+      for (const uint32_t key : joint.sections()[section].keys) found->second[key] = position++;
     }
     return found->second;
   }
 };
 
-TransferPlan::TransferPlan(const World& source, const World& target, std::vector<TransferPair> pairs,
+TransferPlan::TransferPlan(const JointTable& source, const JointTable& target, std::vector<TransferPair> pairs,
                            std::vector<uint32_t> hosts, bool has_lost_ranks)
     : source_(source),
       target_(target),

@@ -61,11 +61,11 @@ struct MappedKey {
 };
 
 // The pairs, in the order of the lowest target key of each. Args:
-//   source_of: per key of the target the key of the source, or World::kNoClass for one that is not filled, or by a map;
+//   source_of: per key of the target the key of the source, or JointTable::kNoClass for one that is not filled, or by a map;
 //   mapped: keys that are filled by maps;
 //   distrusted: of keys of the source the ranks whose copies are not taken, in increasing order.
-std::vector<TransferPair> pair_keys(const World& source, const World& target, const std::vector<uint32_t>& source_of,
-                                    const std::vector<MappedKey>& mapped = {},
+std::vector<TransferPair> pair_keys(const JointTable& source, const JointTable& target,
+                                    const std::vector<uint32_t>& source_of, const std::vector<MappedKey>& mapped = {},
                                     const std::map<uint32_t, std::vector<int64_t>>& distrusted = {});
 
 class TransferPlan {
@@ -75,8 +75,8 @@ class TransferPlan {
   //   pairs: of equal global shapes, but for those with a map;
   //   hosts: per rank the number of its host;
   //   has_lost_ranks: whether the source may lack elements.
-  TransferPlan(const World& source, const World& target, std::vector<TransferPair> pairs, std::vector<uint32_t> hosts,
-               bool has_lost_ranks = false);
+  TransferPlan(const JointTable& source, const JointTable& target, std::vector<TransferPair> pairs,
+               std::vector<uint32_t> hosts, bool has_lost_ranks = false);
 
   // What a rank sends, and what it receives, for `expand_transfers`.
   const std::string& sends(int64_t rank) const { return sends_.at(static_cast<size_t>(rank)); }
@@ -95,8 +95,8 @@ class TransferPlan {
   void plan_pair(size_t position, const TransferPair& pair, Side& source_side, Side& target_side, Side& absent_side,
                  Side& filled_side);
 
-  const World& source_;
-  const World& target_;
+  const JointTable& source_;
+  const JointTable& target_;
   bool has_lost_ranks_;
   Loads sent_;  // to other ranks
   std::vector<std::string> sends_;
@@ -115,7 +115,7 @@ struct BoxTable {
     Sizes sizes;
     BoxView view;
   };
-  // Of a view that is quantised before it is sent the target key, by its number in that world, and where in it that goes.
+  // Of a view that is quantised before it is sent the target key, by its number in that table, and where in it that goes.
   struct Quantized {
     int64_t view = 0;
     int64_t key = 0;

@@ -43,22 +43,22 @@ const std::vector<HeldShard>& WritePlan::written_shards(const KeyClass& of_keys)
   return of_keys.replicas.empty() ? kNone : of_keys.replicas.front().shards;
 }
 
-WritePlan::WritePlan(const World& world, bool lowest_only, const std::vector<uint32_t>& lowest_keys,
+WritePlan::WritePlan(const JointTable& joint, bool lowest_only, const std::vector<uint32_t>& lowest_keys,
                      std::vector<uint32_t> hosts, const std::vector<uint32_t>& equal_keys, bool may_divide)
-    : world_(world),
-      loads_(hosts.empty() ? one_host_each(world.num_ranks()) : std::move(hosts)),
-      batches_(world.num_ranks()),
-      position_in_class_(world.num_keys()) {
-  TTE_CHECK(loads_.num_ranks() == world.num_ranks(), "WritePlan", "got the hosts of ", loads_.num_ranks(),
-            " ranks, expected ", world.num_ranks());
+    : joint_(joint),
+      loads_(hosts.empty() ? one_host_each(joint.num_ranks()) : std::move(hosts)),
+      batches_(joint.num_ranks()),
+      position_in_class_(joint.num_keys()) {
+  TTE_CHECK(loads_.num_ranks() == joint.num_ranks(), "WritePlan", "got the hosts of ", loads_.num_ranks(),
+            " ranks, expected ", joint.num_ranks());
   std::vector<Choice> open;
   std::deque<std::vector<int64_t>> ranks_of_all_meshes;
   // By class: those that any holder may write, on the first mesh and on all meshes.
-  std::vector<std::vector<uint32_t>> free_keys(world.classes().size());
-  std::vector<std::vector<uint32_t>> shared_keys(world.classes().size());
-  for (uint32_t index = 0; index < world.classes().size(); ++index) {
-    const KeyClass& of_keys = world.classes()[index];
-    const Kind& kind = world.kind_of(of_keys);
+  std::vector<std::vector<uint32_t>> free_keys(joint.classes().size());
+  std::vector<std::vector<uint32_t>> shared_keys(joint.classes().size());
+  for (uint32_t index = 0; index < joint.classes().size(); ++index) {
+    const KeyClass& of_keys = joint.classes()[index];
+    const Kind& kind = joint.kind_of(of_keys);
     std::vector<uint32_t> settled;
     for (uint32_t position = 0; position < of_keys.keys.size(); ++position) {
       const uint32_t key = of_keys.keys[position];
@@ -103,12 +103,12 @@ WritePlan::WritePlan(const World& world, bool lowest_only, const std::vector<uin
   }
   if (may_divide) divide_uneven(open);
   number_chunks();
-  for (const Section& section : world.sections()) section_plans_.push_back(plan_section(section));
+  for (const Section& section : joint.sections()) section_plans_.push_back(plan_section(section));
 }
 
 std::vector<Chunk> WritePlan::written_boxes(uint32_t of_class) const {
   std::vector<Chunk> boxes;
-  const std::vector<HeldShard>& shards = written_shards(world_.classes()[of_class]);
+  const std::vector<HeldShard>& shards = written_shards(joint_.classes()[of_class]);
   for (size_t shard = 0; shard < shards.size(); ++shard) {
     const auto divided = pieces_.find({of_class, shard});
     const std::vector<Chunk>& own = divided == pieces_.end() ? shards[shard].boxes : divided->second;
@@ -118,10 +118,10 @@ std::vector<Chunk> WritePlan::written_boxes(uint32_t of_class) const {
 }
 
 void WritePlan::number_chunks() {
-  for (uint32_t of_class = 0; of_class < world_.classes().size(); ++of_class) {
+  for (uint32_t of_class = 0; of_class < joint_.classes().size(); ++of_class) {
     size_t next = 0;
     std::vector<size_t>& first = first_chunks_.emplace_back();
-    const std::vector<HeldShard>& shards = written_shards(world_.classes()[of_class]);
+    const std::vector<HeldShard>& shards = written_shards(joint_.classes()[of_class]);
     for (size_t shard = 0; shard < shards.size(); ++shard) {
       const auto divided = pieces_.find({of_class, shard});
       first.push_back(next);
@@ -137,9 +137,9 @@ void WritePlan::divide_uneven(const std::vector<Choice>& choices) {
   const int64_t tolerated = std::max(2 * kLeastPieceBytes, mean / kToleratedPart);
   for (const Choice& choice : choices) {
     if (choice.num_bytes <= tolerated) break;  // the largest come first, and smaller ones are the balance's grain
-    const KeyClass& of_keys = world_.classes()[choice.of_class];
+    const KeyClass& of_keys = joint_.classes()[choice.of_class];
     const bool is_one_box = written_shards(of_keys)[choice.shard].boxes.size() == 1;
-    if (world_.kind_of(of_keys).type != EntryType::kTensor || !is_one_box) continue;
+    if (joint_.kind_of(of_keys).type != EntryType::kTensor || !is_one_box) continue;
     if (choice.keys->size() < of_keys.keys.size()) continue;  // other keys of the class have their own writers
     std::vector<std::pair<int64_t, int64_t>> holders;         // bytes, rank
     int64_t most = 0;
@@ -209,7 +209,7 @@ void WritePlan::divide(const Choice& choice, std::vector<std::pair<int64_t, int6
   const auto num_shares = static_cast<int64_t>(shares.size());
   std::sort(shares.begin(), shares.end(), [](const Share& a, const Share& b) { return a.rank < b.rank; });
 
-  const Chunk& box = written_shards(world_.classes()[choice.of_class])[choice.shard].boxes.front();
+  const Chunk& box = written_shards(joint_.classes()[choice.of_class])[choice.shard].boxes.front();
   // The first dim that is long enough: the rows of a piece then follow each other in memory.
   const auto is_long = [num_shares](int64_t size) { return size >= kRowsPerPiece * num_shares; };
   auto dim = std::find_if(box.sizes.begin(), box.sizes.end(), is_long);
@@ -249,7 +249,7 @@ void WritePlan::divide(const Choice& choice, std::vector<std::pair<int64_t, int6
 
 std::vector<uint32_t> WritePlan::keys_of_several_boxes() const {
   std::vector<uint32_t> keys;
-  for (const KeyClass& of_keys : world_.classes()) {
+  for (const KeyClass& of_keys : joint_.classes()) {
     const std::vector<HeldShard>& shards = written_shards(of_keys);
     const auto has_several = [](const HeldShard& shard) { return shard.boxes.size() > 1; };
     if (std::any_of(shards.begin(), shards.end(), has_several))
@@ -259,8 +259,8 @@ std::vector<uint32_t> WritePlan::keys_of_several_boxes() const {
   for (const std::vector<Batch>& of_rank : batches_) {
     std::map<uint32_t, size_t> num_boxes;
     for (const Batch& batch : of_rank) {
-      const KeyClass& of_keys = world_.classes()[batch.of_class];
-      if (world_.kind_of(of_keys).type != EntryType::kBoxes || ++num_boxes[batch.of_class] != 2) continue;
+      const KeyClass& of_keys = joint_.classes()[batch.of_class];
+      if (joint_.kind_of(of_keys).type != EntryType::kBoxes || ++num_boxes[batch.of_class] != 2) continue;
       keys.insert(keys.end(), of_keys.keys.begin(), of_keys.keys.end());
     }
   }
@@ -271,7 +271,7 @@ std::vector<uint32_t> WritePlan::keys_of_several_boxes() const {
 
 void WritePlan::assign(uint32_t of_class, size_t shard, std::vector<uint32_t> keys, const std::vector<int64_t>& ranks,
                        int64_t num_bytes) {
-  const size_t num_keys = world_.classes()[of_class].keys.size();
+  const size_t num_keys = joint_.classes()[of_class].keys.size();
   const auto put = [&](int64_t rank, std::vector<uint32_t> own) {
     loads_.add(rank, checked_mul(num_bytes, static_cast<int64_t>(own.size())));
     if (own.size() == num_keys) own.clear();
@@ -294,12 +294,12 @@ WritePlan::SectionPlan WritePlan::plan_section(const Section& section) const {
   std::vector<std::map<uint32_t, size_t>> counts(num_kinds);
   std::vector<uint32_t> local_class(section.keys.size(), 0);  // plus 1; 0 for a key that is not held
   for (size_t key = 0; key < section.keys.size(); ++key) {
-    const uint32_t of_class = world_.class_of(section.keys[key]);
+    const uint32_t of_class = joint_.class_of(section.keys[key]);
     if (section.ranks.empty() || section.columns.kinds[section.columns.kind_of[key]].type == EntryType::kNone) continue;
     const auto [found, is_new] = local_number.try_emplace(of_class, static_cast<uint32_t>(plan.classes.size()));
     if (is_new) {
       plan.classes.push_back(of_class);
-      plan.local_positions.emplace_back(world_.classes()[of_class].keys.size(), 0);
+      plan.local_positions.emplace_back(joint_.classes()[of_class].keys.size(), 0);
     }
     local_class[key] = found->second + 1;
     ++counts[section.columns.kind_of[key]][found->second + 1];
@@ -336,18 +336,18 @@ std::string WritePlan::decision(int64_t rank) const {
   std::map<uint32_t, std::vector<const Batch*>> batches;
   for (const Batch& batch : batches_[static_cast<size_t>(rank)]) batches[batch.of_class].push_back(&batch);
   WireWriter out;
-  for (const size_t section : world_.sections_of(rank)) {
+  for (const size_t section : joint_.sections_of(rank)) {
     const SectionPlan& plan = section_plans_[section];
     out.put_string(plan.bytes);
     for (size_t number = 0; number < plan.classes.size(); ++number) {
-      const KeyClass& of_keys = world_.classes()[plan.classes[number]];
+      const KeyClass& of_keys = joint_.classes()[plan.classes[number]];
       const auto found = batches.find(plan.classes[number]);
       if (found == batches.end()) {
         out.put(kNothing);
         continue;
       }
       const Batch& first = *found->second.front();
-      if (world_.kind_of(of_keys).type == EntryType::kBoxes) {
+      if (joint_.kind_of(of_keys).type == EntryType::kBoxes) {
         out.put(kStatedBoxes);
         out.put(found->second.size());
         for (const Batch* batch : found->second) {

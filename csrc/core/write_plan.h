@@ -28,14 +28,14 @@ namespace torchtitan_ext::core {
 
 class WritePlan {
  public:
-  // After `world.agree`, which found no trouble; the world must outlive this.
+  // After `joint.agree`, which found no trouble; the table must outlive this.
   // Args:
   //   lowest_only: every shard goes to its lowest holder;
   //   lowest_keys: so do these keys, in increasing order;
   //   hosts: per rank the number of its host; none where each rank has one for itself;
   //   equal_keys: keys of tensors that are equal on several meshes, in increasing order (`ReplicaDigests`);
   //   may_divide: whether shards may be written in pieces.
-  WritePlan(const World& world, bool lowest_only, const std::vector<uint32_t>& lowest_keys,
+  WritePlan(const JointTable& joint, bool lowest_only, const std::vector<uint32_t>& lowest_keys,
             std::vector<uint32_t> hosts = {}, const std::vector<uint32_t>& equal_keys = {}, bool may_divide = true);
 
   // What `rank` is told.
@@ -79,7 +79,7 @@ class WritePlan {
   void number_chunks();
   SectionPlan plan_section(const Section& section) const;
 
-  const World& world_;
+  const JointTable& joint_;
   Loads loads_;
   std::vector<std::vector<Batch>> batches_;                           // per rank
   std::map<std::pair<uint32_t, size_t>, std::vector<Chunk>> pieces_;  // of a class and shard that is divided

@@ -18,27 +18,27 @@ const std::vector<Placement> kRows = {{0, 2}, {0, 1}};         // FSDP2 over Col
 const std::vector<Placement> kReplicated = {{0, 1}, {-1, 1}};  // FSDP2 over SequenceParallel
 
 // Eight ranks on dp 4 x tp 2 with two weights, a norm and a counter, which every rank of `with_extra` has one more of.
-World world_of(int64_t num_ranks, const std::vector<int64_t>& with_extra = {}) {
+JointTable world_of(int64_t num_ranks, const std::vector<int64_t>& with_extra = {}) {
   const std::vector<MeshForm> meshes = {strided_mesh({num_ranks / 2, 2}, {2, 1})};
   const KeyColumns tensors =
       make_columns(meshes, {sharded({9, 3}, kRows), sharded({9}, kReplicated)}, {{"w1", 0}, {"norm", 1}, {"w2", 0}});
   const KeyColumns others = make_columns({}, {plain({}), object()}, {{"step", 0}, {"lr", 1}});
   const KeyColumns more = make_columns({}, {plain({}), object()}, {{"step", 0}, {"lr", 1}, {"extra", 1}});
-  World world;
-  const size_t first = world.add_section(encode_columns(tensors));
-  const size_t second = world.add_section(encode_columns(others));
-  const size_t third = world.add_section(encode_columns(more));
+  JointTable joint;
+  const size_t first = joint.add_section(encode_columns(tensors));
+  const size_t second = joint.add_section(encode_columns(others));
+  const size_t third = joint.add_section(encode_columns(more));
   for (int64_t rank = 0; rank < num_ranks; ++rank) {
     const bool has_more = std::find(with_extra.begin(), with_extra.end(), rank) != with_extra.end();
-    world.add_rank({first, has_more ? third : second}, encode_part(make_part(tensors, {rank / 2, rank % 2})));
+    joint.add_rank({first, has_more ? third : second}, encode_part(make_part(tensors, {rank / 2, rank % 2})));
   }
-  world.agree(true);
-  return world;
+  joint.agree(true);
+  return joint;
 }
 
-const KeyClass& class_of(const World& world, std::string_view name) {
-  for (uint32_t key = 0; key < world.num_keys(); ++key) {
-    if (world.name(key) == name) return world.classes()[world.class_of(key)];
+const KeyClass& class_of(const JointTable& joint, std::string_view name) {
+  for (uint32_t key = 0; key < joint.num_keys(); ++key) {
+    if (joint.name(key) == name) return joint.classes()[joint.class_of(key)];
   }
   throw std::out_of_range("no such key");
 }
@@ -80,30 +80,30 @@ TEST(KeyColumns, SayWhereTheyAreBroken) {
   }
 }
 
-TEST(World, KeysHeldAlikeAreOneClass) {
-  const World world = world_of(8, {3});
-  EXPECT_EQ(world.classes().size(), 5u);  // weights, norm, step, lr, extra
-  EXPECT_EQ(class_of(world, "w1").keys, class_of(world, "w2").keys);
-  EXPECT_EQ(class_of(world, "lr").members.size(), 8u);
-  EXPECT_EQ(class_of(world, "extra").members.size(), 1u);
-  for (const KeyClass& of_keys : world.classes()) EXPECT_FALSE(of_keys.trouble);
-  EXPECT_EQ(class_of(world, "w1").replicas.front().shards.size(), 7u);  // rank (3, 0) holds no row
-  EXPECT_EQ(class_of(world, "norm").replicas.front().shards[0].ranks, (std::vector<int64_t>{0, 1}));
+TEST(JointTable, KeysHeldAlikeAreOneClass) {
+  const JointTable joint = world_of(8, {3});
+  EXPECT_EQ(joint.classes().size(), 5u);  // weights, norm, step, lr, extra
+  EXPECT_EQ(class_of(joint, "w1").keys, class_of(joint, "w2").keys);
+  EXPECT_EQ(class_of(joint, "lr").members.size(), 8u);
+  EXPECT_EQ(class_of(joint, "extra").members.size(), 1u);
+  for (const KeyClass& of_keys : joint.classes()) EXPECT_FALSE(of_keys.trouble);
+  EXPECT_EQ(class_of(joint, "w1").replicas.front().shards.size(), 7u);  // rank (3, 0) holds no row
+  EXPECT_EQ(class_of(joint, "norm").replicas.front().shards[0].ranks, (std::vector<int64_t>{0, 1}));
 }
 
-TEST(World, AKeyTwiceOnARankIsAnError) {
-  World world;
+TEST(JointTable, AKeyTwiceOnARankIsAnError) {
+  JointTable joint;
   const std::string bytes = encode_columns(make_columns({}, {object()}, {{"a", 0}}));
-  const size_t first = world.add_section(bytes);
-  const size_t second = world.add_section(bytes);
-  world.add_rank({first, second}, encode_part({{}, {{}}, {}, {}}));
-  EXPECT_THROW(world.agree(true), WireError);
-  EXPECT_THROW(world.add_section(encode_columns(make_columns({}, {object()}, {{"b", 0}, {"b", 0}}))), WireError);
+  const size_t first = joint.add_section(bytes);
+  const size_t second = joint.add_section(bytes);
+  joint.add_rank({first, second}, encode_part({{}, {{}}, {}, {}}));
+  EXPECT_THROW(joint.agree(true), WireError);
+  EXPECT_THROW(joint.add_section(encode_columns(make_columns({}, {object()}, {{"b", 0}, {"b", 0}}))), WireError);
 }
 
 TEST(WritePlan, WritesEachKeyOnceAndBalancesReplicas) {
-  const World world = world_of(64);
-  const WritePlan plan(world, false, {});
+  const JointTable joint = world_of(64);
+  const WritePlan plan(joint, false, {});
   std::map<std::string, int64_t> written_bytes;
   const std::vector<std::vector<uint32_t>> kind_of = {{0, 1, 0}, {0, 1}};
   int64_t num_objects = 0;
@@ -122,8 +122,8 @@ TEST(WritePlan, WritesEachKeyOnceAndBalancesReplicas) {
 }
 
 TEST(ReplicaDigests, NameTheKeyThatDiffers) {
-  const World world = world_of(8);
-  ReplicaDigests digests(world);
+  const JointTable joint = world_of(8);
+  ReplicaDigests digests(joint);
   const std::string none = encode_digests({0, 1, 0}, 2, {"", "", ""});
   const size_t first = digests.add_message(0, none);
   const size_t usual = digests.add_message(1, encode_digests({0, 1}, 2, {"digest of step", "digest of lr"}));
@@ -131,7 +131,7 @@ TEST(ReplicaDigests, NameTheKeyThatDiffers) {
   for (int64_t rank = 0; rank < 8; ++rank) digests.add_rank({first, rank == 5 ? other : usual});
   const auto found = digests.compare().differing;
   ASSERT_EQ(found.size(), 1u);
-  EXPECT_EQ(world.name(found[0].key), "lr");
+  EXPECT_EQ(joint.name(found[0].key), "lr");
   EXPECT_EQ(found[0].first.rank, 0);
   EXPECT_EQ(found[0].second.rank, 5);
   EXPECT_EQ(found[0].second.digest, "another");
@@ -145,12 +145,12 @@ TEST(ReplicaDigests, ManyDifferentOnesTravelAsTheirBeginnings) {
     keys.emplace_back("key" + std::to_string(key), 0);
     values.push_back(std::to_string(1000 + key) + " and eleven more");
   }
-  World world;
-  const size_t section = world.add_section(encode_columns(make_columns({}, {object()}, keys)));
-  for (int rank = 0; rank < 2; ++rank) world.add_rank({section}, encode_part({{}, {{}}, {}, {}}));
-  world.agree(true);
+  JointTable joint;
+  const size_t section = joint.add_section(encode_columns(make_columns({}, {object()}, keys)));
+  for (int rank = 0; rank < 2; ++rank) joint.add_rank({section}, encode_part({{}, {{}}, {}, {}}));
+  joint.agree(true);
   const std::vector<uint32_t> kind_of(kNumKeys, 0);
-  ReplicaDigests digests(world);
+  ReplicaDigests digests(joint);
   const std::string usual = encode_digests(kind_of, 1, {values.begin(), values.end()});
   EXPECT_LT(usual.size(), 6 * kNumKeys);
   values[42][0] = '2';
@@ -158,20 +158,20 @@ TEST(ReplicaDigests, ManyDifferentOnesTravelAsTheirBeginnings) {
   digests.add_rank({digests.add_message(section, usual)});
   digests.add_rank({digests.add_message(section, other)});
   ASSERT_EQ(digests.compare().differing.size(), 1u);
-  EXPECT_EQ(world.name(digests.compare().differing[0].key), "key42");
+  EXPECT_EQ(joint.name(digests.compare().differing[0].key), "key42");
 }
 
 // FSDP2 on dp 4 leaves two norms out of tp 2: ranks 0, 2, 4, 6 hold them on one mesh, ranks 1, 3, 5, 7 on another.
 TEST(ReplicaDigests, TensorsOnSeveralMeshesAreComparedShardByShard) {
   const KeyColumns norms = make_columns({strided_mesh({4}, {2})}, {sharded({7}, {{0, 1}})}, {{"a", 0}, {"b", 0}});
-  World world;
-  const size_t section = world.add_section(encode_columns(norms));
+  JointTable joint;
+  const size_t section = joint.add_section(encode_columns(norms));
   for (int64_t rank = 0; rank < 8; ++rank) {
-    world.add_rank({section}, encode_part(make_part(norms, {rank / 2}, rank % 2)));
+    joint.add_rank({section}, encode_part(make_part(norms, {rank / 2}, rank % 2)));
   }
-  world.agree(true);
+  joint.agree(true);
   const auto compared = [&](int64_t drifted, const std::string& of_b) {
-    ReplicaDigests digests(world);
+    ReplicaDigests digests(joint);
     for (int64_t rank = 0; rank < 8; ++rank) {
       const std::string usual = "16 bytes, shard " + std::to_string(rank / 2);
       const std::string message = encode_digests({0, 0}, 1, {usual, rank == drifted ? of_b : usual});
@@ -190,7 +190,7 @@ TEST(ReplicaDigests, TensorsOnSeveralMeshesAreComparedShardByShard) {
   EXPECT_EQ(drifted.equal, (std::vector<uint32_t>{0}));
 
   // One mesh writes "b", both write "a": each of its elements once.
-  const WritePlan plan(world, false, {}, {}, drifted.equal);
+  const WritePlan plan(joint, false, {}, {}, drifted.equal);
   std::vector<int64_t> writers(2, 0);
   for (int64_t rank = 0; rank < 8; ++rank) {
     for (const ClassWrites& writes : read_decision(plan.decision(rank), {norms.kind_of})) {
@@ -212,12 +212,12 @@ TEST(ReplicaDigests, ValuesAreNeverCut) {
     keys.emplace_back("key" + std::to_string(key), 0);
     values.push_back(key % 2 == 0 ? "value " + std::to_string(100 + key) : "sixteen bytes or " + std::to_string(key));
   }
-  World world;
-  const size_t section = world.add_section(encode_columns(make_columns({}, {object()}, keys)));
-  for (int rank = 0; rank < 2; ++rank) world.add_rank({section}, encode_part({{}, {{}}, {}, {}}));
-  world.agree(true);
+  JointTable joint;
+  const size_t section = joint.add_section(encode_columns(make_columns({}, {object()}, keys)));
+  for (int rank = 0; rank < 2; ++rank) joint.add_rank({section}, encode_part({{}, {{}}, {}, {}}));
+  joint.agree(true);
   const std::vector<uint32_t> kind_of(kNumKeys, 0);
-  ReplicaDigests digests(world);
+  ReplicaDigests digests(joint);
   digests.add_rank({digests.add_message(section, encode_digests(kind_of, 1, {values.begin(), values.end()}))});
   values[20].back() = '9';
   digests.add_rank({digests.add_message(section, encode_digests(kind_of, 1, {values.begin(), values.end()}))});
@@ -269,20 +269,20 @@ TEST(Messages, MutatedOnesAreRefusedOrMakeAnotherWorld) {
       }
     }
     try {
-      World world;
-      const size_t first = world.add_section(sent[0]);
-      const size_t second = world.add_section(sent[1]);
-      for (size_t rank = 0; rank < 4; ++rank) world.add_rank({first, second}, sent[2 + rank]);
-      world.agree(true);
-      ReplicaDigests digests(world);
-      const size_t none = digests.add_message(first, std::string(world.sections()[first].columns.kinds.size(), '\0'));
+      JointTable joint;
+      const size_t first = joint.add_section(sent[0]);
+      const size_t second = joint.add_section(sent[1]);
+      for (size_t rank = 0; rank < 4; ++rank) joint.add_rank({first, second}, sent[2 + rank]);
+      joint.agree(true);
+      ReplicaDigests digests(joint);
+      const size_t none = digests.add_message(first, std::string(joint.sections()[first].columns.kinds.size(), '\0'));
       const size_t message = digests.add_message(second, sent[6]);
       for (int rank = 0; rank < 4; ++rank) digests.add_rank({none, message});
       digests.compare();
       bool is_sound = true;
-      for (const KeyClass& of_keys : world.classes()) is_sound = is_sound && !of_keys.trouble;
+      for (const KeyClass& of_keys : joint.classes()) is_sound = is_sound && !of_keys.trouble;
       if (!is_sound) continue;
-      std::string decision = WritePlan(world, false, {}).decision(static_cast<int64_t>(below(4)));
+      std::string decision = WritePlan(joint, false, {}).decision(static_cast<int64_t>(below(4)));
       decision[below(decision.size())] = static_cast<char>(below(256));
       read_decision(decision, kind_of);
     } catch (const WireError& error) {

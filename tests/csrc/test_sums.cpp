@@ -60,10 +60,10 @@ TEST(SumTable, CountsRanksWithoutElements) {
 }
 
 // What a rank sees of a key, element by element.
-struct World {
+struct JointTable {
   static constexpr int64_t kElements = 24;
 
-  explicit World(uint64_t seed) : random(seed) {
+  explicit JointTable(uint64_t seed) : random(seed) {
     for (int64_t element = 0; element < kElements; ++element) values.push_back(random());
     // Cuts of the 1-d tensor into boxes.
     for (int64_t begin = 0; begin < kElements;) {
@@ -86,8 +86,8 @@ struct World {
 
 TEST(SumTable, AddsUpLikeElementsDo) {
   for (uint64_t seed = 0; seed < 2'000; ++seed) {
-    World world(seed);
-    auto& random = world.random;
+    JointTable joint(seed);
+    auto& random = joint.random;
     const size_t num_ranks = 1 + random() % 6;
     const size_t num_replicas = 1 + random() % 2;
     std::vector<SumTable> tables;
@@ -97,7 +97,7 @@ TEST(SumTable, AddsUpLikeElementsDo) {
     std::map<int64_t, uint64_t> first_held;
     std::vector<std::string> replica_of;
     for (size_t rank = 0; rank < num_ranks; ++rank) {
-      std::vector<uint64_t> held = world.values;
+      std::vector<uint64_t> held = joint.values;
       if (random() % 3 == 0) held[random() % held.size()] += 1;  // a flipped bit
       std::map<Box, uint64_t> sums;
       std::string replica = rank % 3 == 2   ? ""
@@ -105,9 +105,9 @@ TEST(SumTable, AddsUpLikeElementsDo) {
                                             : "shards" + std::to_string(rank % num_replicas);
       replica_of.push_back(replica.empty() ? "rank" + std::to_string(rank) : replica);
       if (replica == "boxes") {
-        for (const auto& box : world.boxes) {
+        for (const auto& box : joint.boxes) {
           if (random() % 2 == 0) continue;
-          sums[box] = world.sum(held, box);
+          sums[box] = joint.sum(held, box);
           for (int64_t at = box.first[0]; at < box.first[0] + box.second[0]; ++at) {
             own[rank][at] = held[static_cast<size_t>(at)];
             first_held.emplace(at, held[static_cast<size_t>(at)]);

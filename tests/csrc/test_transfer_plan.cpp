@@ -25,7 +25,7 @@ struct Memory {
 
 // A state in one layout: what ranks send as tables, and what they hold.
 struct State {
-  World world;
+  JointTable joint;
   std::vector<Memory> memory;  // per rank
 };
 
@@ -66,18 +66,18 @@ State state_of(int64_t num_ranks, const MeshForm& mesh, int64_t origin, const Ki
   const KeyColumns columns = make_columns({mesh}, {kind}, keys);
   const KeyColumns none = make_columns({}, {}, {});
   State state;
-  const size_t full = state.world.add_section(encode_columns(columns));
-  const size_t empty = state.world.add_section(encode_columns(none));
+  const size_t full = state.joint.add_section(encode_columns(columns));
+  const size_t empty = state.joint.add_section(encode_columns(none));
   std::map<int64_t, Sizes> coordinates;
   for_each_index(mesh.shape, [&](const Sizes& at) { coordinates[rank_at(mesh, origin, at)] = at; });
   for (int64_t rank = 0; rank < num_ranks; ++rank) {
     Memory& memory = state.memory.emplace_back();
     const auto found = coordinates.find(rank);
     if (found == coordinates.end() || lost.contains(rank)) {
-      state.world.add_rank({empty}, encode_part(make_part(none, {})));
+      state.joint.add_rank({empty}, encode_part(make_part(none, {})));
       continue;
     }
-    state.world.add_rank({full}, encode_part(make_part(columns, found->second, origin)));
+    state.joint.add_rank({full}, encode_part(make_part(columns, found->second, origin)));
     const auto steps = read_placements(kind.placements, mesh.shape, Reading::kNested);
     const Shard shard = shard_at({kind.shape, mesh.shape, steps}, found->second);
     for (size_t key = 0; key < names.size(); ++key) {
@@ -94,8 +94,8 @@ State state_of(int64_t num_ranks, const MeshForm& mesh, int64_t origin, const Ki
       }
     }
   }
-  state.world.agree(false);
-  for (const KeyClass& of_keys : state.world.classes()) EXPECT_TRUE(!of_keys.trouble || !lost.empty());
+  state.joint.agree(false);
+  for (const KeyClass& of_keys : state.joint.classes()) EXPECT_TRUE(!of_keys.trouble || !lost.empty());
   return state;
 }
 
@@ -117,7 +117,7 @@ std::pair<MeshForm, Kind> random_layout(std::mt19937& random, const Sizes& shape
   return {mesh, sharded(shape, placements)};
 }
 
-std::vector<uint32_t> same_names(const World& source, const World& target) {
+std::vector<uint32_t> same_names(const JointTable& source, const JointTable& target) {
   std::map<std::string_view, uint32_t> numbers;
   for (uint32_t key = 0; key < source.num_keys(); ++key) numbers[source.name(key)] = key;
   std::vector<uint32_t> source_of;
@@ -203,17 +203,17 @@ std::vector<uint32_t> one_host_each(int64_t num_ranks) {
   return hosts;
 }
 
-World world_of_boxes(const std::vector<std::vector<Chunk>>& boxes_of_ranks, const Sizes& shape) {
+JointTable world_of_boxes(const std::vector<std::vector<Chunk>>& boxes_of_ranks, const Sizes& shape) {
   const KeyColumns columns = make_columns({}, {stated_boxes(shape)}, {{"w", 0}});
-  World world;
-  const size_t section = world.add_section(encode_columns(columns));
+  JointTable joint;
+  const size_t section = joint.add_section(encode_columns(columns));
   for (const std::vector<Chunk>& boxes : boxes_of_ranks) {
     RankPart part = make_part(columns, {});
     part.boxes = {{0, boxes}};
-    world.add_rank({section}, encode_part(part));
+    joint.add_rank({section}, encode_part(part));
   }
-  world.agree(false);
-  return world;
+  joint.agree(false);
+  return joint;
 }
 
 TEST(TransferPlan, FillsEveryElementOnceWhateverTheTwoLayouts) {
@@ -229,8 +229,8 @@ TEST(TransferPlan, FillsEveryElementOnceWhateverTheTwoLayouts) {
     State source = state_of(kRanks, source_mesh, source_origin, source_kind, {"a", "b"}, true);
     State target = state_of(kRanks, target_mesh, target_origin, target_kind, {"b", "a"}, false);
     if (::testing::Test::HasFailure()) return;
-    const auto pairs = pair_keys(source.world, target.world, same_names(source.world, target.world));
-    const TransferPlan plan(source.world, target.world, pairs, one_host_each(kRanks));
+    const auto pairs = pair_keys(source.joint, target.joint, same_names(source.joint, target.joint));
+    const TransferPlan plan(source.joint, target.joint, pairs, one_host_each(kRanks));
     exchange(plan, source, target);
     const State expected = state_of(kRanks, target_mesh, target_origin, target_kind, {"b", "a"}, true);
     for (size_t rank = 0; rank < kRanks; ++rank) {
@@ -258,10 +258,10 @@ TEST(TransferPlan, OfLostRanksTakesWhatOthersHoldAndTellsTheRest) {
     std::set<int64_t> lost;
     for (size_t count = 1 + random() % 3; count > 0; --count) lost.insert(static_cast<int64_t>(random() % 8));
     State source = state_of(8, source_mesh, 0, source_kind, {"w"}, true, lost);
-    if (source.world.num_keys() == 0 || source.world.classes()[0].trouble) continue;  // nobody is left, or in doubt
+    if (source.joint.num_keys() == 0 || source.joint.classes()[0].trouble) continue;  // nobody is left, or in doubt
     ++num_decided;
     State target = state_of(8, target_mesh, 0, target_kind, {"w"}, false);
-    const TransferPlan plan(source.world, target.world, pair_keys(source.world, target.world, {0}), one_host_each(8),
+    const TransferPlan plan(source.joint, target.joint, pair_keys(source.joint, target.joint, {0}), one_host_each(8),
                             true);
     std::set<int64_t> held;
     for (const Memory& memory : source.memory) {
@@ -302,9 +302,9 @@ TEST(TransferPlan, CopiesThatAreDistrustedAreNotTaken) {
   const Kind everywhere = sharded({8}, {{-1, 1}});
   const State source = state_of(4, strided_mesh({3}, {1}), 0, everywhere, {"v", "w", "x"}, true);
   const State target = state_of(4, strided_mesh({4}, {1}), 0, everywhere, {"v", "w", "x"}, false);
-  const auto pairs = pair_keys(source.world, target.world, {0, 1, 2}, {}, {{1, {0}}, {2, {0, 1, 2}}});
+  const auto pairs = pair_keys(source.joint, target.joint, {0, 1, 2}, {}, {{1, {0}}, {2, {0, 1, 2}}});
   ASSERT_EQ(pairs.size(), 3u);
-  const TransferPlan plan(source.world, target.world, pairs, one_host_each(4), true);
+  const TransferPlan plan(source.joint, target.joint, pairs, one_host_each(4), true);
   // "v" from rank to itself; rank 0 takes "w" from another one; nobody has an "x" to be trusted.
   EXPECT_EQ(plan.bytes_between().at({0, 0}), 32);
   EXPECT_EQ(plan.bytes_between().at({1, 1}), 64);
@@ -314,8 +314,8 @@ TEST(TransferPlan, CopiesThatAreDistrustedAreNotTaken) {
 }
 
 TEST(TransferPlan, BoxesOfSurvivorsThatShareElementsAreTakenOnce) {
-  const World source = world_of_boxes({{{{0}, {5}, {}}}, {{{3}, {4}, {}}}, {}}, {10});
-  const World target = world_of_boxes({{}, {}, {{{0}, {10}, {}}}}, {10});
+  const JointTable source = world_of_boxes({{{{0}, {5}, {}}}, {{{3}, {4}, {}}}, {}}, {10});
+  const JointTable target = world_of_boxes({{}, {}, {{{0}, {10}, {}}}}, {10});
   const TransferPlan plan(source, target, pair_keys(source, target, {0}), one_host_each(3), true);
   const std::vector<int64_t> receives = {0, 7, -1, 1, 0, 5, 1, 7, -1, 1, 5, 2};
   EXPECT_EQ(expand_transfers(plan.receives(2), {7}, 20).entries, receives);
@@ -334,17 +334,17 @@ TEST(TransferPlan, TakesFromItselfThenFromItsHostThenFromTheLeastLoaded) {
   const Kind everywhere = sharded({8}, {{-1, 1}});
   const State source = state_of(8, strided_mesh({4}, {1}), 0, everywhere, {"w"}, true);
   const State target = state_of(8, strided_mesh({6}, {1}), 2, everywhere, {"w"}, false);
-  const auto pairs = pair_keys(source.world, target.world, same_names(source.world, target.world));
+  const auto pairs = pair_keys(source.joint, target.joint, same_names(source.joint, target.joint));
   // Ranks 0 to 3 hold, 2 to 7 want; 1 and 4 are on one host.
-  const TransferPlan plan(source.world, target.world, pairs, {0, 1, 2, 3, 1, 5, 6, 7});
+  const TransferPlan plan(source.joint, target.joint, pairs, {0, 1, 2, 3, 1, 5, 6, 7});
   const std::map<std::pair<int64_t, int64_t>, int64_t> expected = {{{2, 2}, 32}, {{3, 3}, 32}, {{1, 4}, 32},
                                                                    {{0, 5}, 32}, {{2, 6}, 32}, {{3, 7}, 32}};
   EXPECT_EQ(plan.bytes_between(), expected);
 }
 
 TEST(TransferPlan, BoxesThatTensorsStateAreTensorsOfTheirOwn) {
-  const World source = world_of_boxes({{{{0}, {0}, {}}, {{0}, {3}, {}}}, {{{3}, {5}, {}}}}, {8});
-  const World target = world_of_boxes({{{{2}, {2}, {}}}, {{{0}, {1}, {}}, {{7}, {1}, {}}}}, {8});
+  const JointTable source = world_of_boxes({{{{0}, {0}, {}}, {{0}, {3}, {}}}, {{{3}, {5}, {}}}}, {8});
+  const JointTable target = world_of_boxes({{{{2}, {2}, {}}}, {{{0}, {1}, {}}, {{7}, {1}, {}}}}, {8});
   const TransferPlan plan(source, target, pair_keys(source, target, {0}), {0, 1});
   // Rank 0: its second box begins at 0. Element 2 to itself, 0 to rank 1.
   const std::vector<int64_t> sends = {0, 11, -1, 1, 2, 1, 1, 11, -1, 1, 0, 1};
@@ -385,14 +385,14 @@ TEST(TransferPlan, MapsMoveElementsToTheirPlaces) {
     const auto [target_mesh, target_kind] = random_layout(random, map.shape);
     State target = state_of(8, target_mesh, 0, target_kind, {"m", "n"}, false);
     const auto is_decided = [](const State& state) {
-      return std::ranges::all_of(state.world.classes(), [](const KeyClass& one) { return !one.trouble; });
+      return std::ranges::all_of(state.joint.classes(), [](const KeyClass& one) { return !one.trouble; });
     };
     if (!is_decided(source) || !is_decided(target)) continue;
     ++num_decided;
-    const auto pairs =
-        pair_keys(source.world, target.world, {World::kNoClass, World::kNoClass}, {{0, map, -1}, {1, other, -1}});
+    const auto pairs = pair_keys(source.joint, target.joint, {JointTable::kNoClass, JointTable::kNoClass},
+                                 {{0, map, -1}, {1, other, -1}});
     ASSERT_EQ(pairs.size(), 1u) << "equal maps over keys of equal classes";
-    const TransferPlan plan(source.world, target.world, pairs, one_host_each(8));
+    const TransferPlan plan(source.joint, target.joint, pairs, one_host_each(8));
     for (int64_t rank = 0; rank < 8; ++rank) {
       const Memory& memory = target.memory[static_cast<size_t>(rank)];
       num_views += !expand_transfers(plan.receives(rank), memory.first_tensor, 2).views.empty();
@@ -421,15 +421,15 @@ TEST(TransferPlan, KeysOfOtherMapsAreOtherPairs) {
   const State target = state_of(2, strided_mesh({2}, {1}), 0, everywhere, {"m", "n", "o"}, false);
   const TensorMap plain = TensorMap::whole(0, {2, 3});
   const TensorMap turned = plain.permuted(Sizes{1, 0}).reshaped({2, 3});
-  const std::vector<uint32_t> none(3, World::kNoClass);
-  EXPECT_EQ(pair_keys(source.world, target.world, none, {{0, plain, -1}, {1, turned, -1}, {2, plain, -1}}).size(), 2u);
-  EXPECT_EQ(pair_keys(source.world, target.world, none, {{0, plain, -1}, {1, plain, 15}, {2, plain, 15}}).size(), 2u);
-  EXPECT_EQ(pair_keys(source.world, target.world, {0, World::kNoClass, 1}, {{1, plain, -1}}).size(), 2u);
+  const std::vector<uint32_t> none(3, JointTable::kNoClass);
+  EXPECT_EQ(pair_keys(source.joint, target.joint, none, {{0, plain, -1}, {1, turned, -1}, {2, plain, -1}}).size(), 2u);
+  EXPECT_EQ(pair_keys(source.joint, target.joint, none, {{0, plain, -1}, {1, plain, 15}, {2, plain, 15}}).size(), 2u);
+  EXPECT_EQ(pair_keys(source.joint, target.joint, {0, JointTable::kNoClass, 1}, {{1, plain, -1}}).size(), 2u);
 }
 
 TEST(TransferPlan, MessagesThatDoNotFitAreRefused) {
-  const World world = world_of_boxes({{{{0}, {8}, {}}}}, {8});
-  const TransferPlan plan(world, world, pair_keys(world, world, {0}), {0});
+  const JointTable joint = world_of_boxes({{{{0}, {8}, {}}}}, {8});
+  const TransferPlan plan(joint, joint, pair_keys(joint, joint, {0}), {0});
   const std::string& sends = plan.sends(0);
   EXPECT_THROW(expand_transfers(sends, {-1}, 20), WireError);
   EXPECT_THROW(expand_transfers(sends, {}, 20), WireError);

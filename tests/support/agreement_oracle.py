@@ -56,13 +56,13 @@ def agreed_keys(agreement: ours.Agreement) -> dict[str, TensorAgreement | Object
 
 
 def _agreed(agreement: ours.Agreement, of_class: int) -> TensorAgreement | ObjectAgreement:
-    kind, world = agreement.kinds[of_class], agreement.world
+    kind, joint = agreement.kinds[of_class], agreement.joint
     dtype = ours.dtype_named(kind.dtype)
     if dtype is None:
-        return ObjectAgreement(tuple(world.ranks(of_class)))
+        return ObjectAgreement(tuple(joint.ranks(of_class)))
     steps: dict[int, Steps] = {}
     replicas: list[tuple[HeldShard, ...]] = []
-    for replica in world.replicas(of_class):
+    for replica in joint.replicas(of_class):
         if kind.type != _core.EntryType.BOXES:
             steps.update(dict.fromkeys(replica.ranks, replica.steps))
         if kind.is_plain:  # one stands for all

@@ -26,7 +26,7 @@ from torchtitan_ext.checkpoint.old_options import (
     with_old_options,
 )
 from torchtitan_ext.checkpoint.operation.arguments import check_load, check_seconds, check_step, check_transform
-from torchtitan_ext.checkpoint.operation.choose_step import Step, choose_step
+from torchtitan_ext.checkpoint.operation.choose_step import StepChoice, choose_step
 from torchtitan_ext.checkpoint.operation.load_phases import LoadJob, OtherMetadataError, load_state_dict
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases, call_text, checking_arguments
 from torchtitan_ext.checkpoint.operation.save_job import SaveJob
@@ -124,7 +124,7 @@ def load(
     state_dict: dict[str, Any],
     path: str | os.PathLike[str] | None = None,
     *,
-    step: Step | None = None,
+    step: StepChoice | None = None,
     step_pattern: str | None = None,
     planner: StockLoadPlanner | None = None,
     storage_reader: StorageReader | None = None,

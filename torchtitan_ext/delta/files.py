@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchtitan_ext import _core, ops
 from torchtitan_ext._core import SumTable
-from torchtitan_ext.checkpoint.operation.arguments import Place, check_seconds, place_of
+from torchtitan_ext.checkpoint.operation.arguments import PlaceOfRank, check_seconds, place_of
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases, checking_arguments
 from torchtitan_ext.delta.part_reads import sum_of_part, zero_sums
 from torchtitan_ext.delta.saved_changes import (
@@ -140,11 +140,11 @@ def load(
         opened: list[SavedChanges] = []
         place = place_of(path)
 
-        def read() -> tuple[Place, str, SumTable]:
+        def read() -> tuple[PlaceOfRank, str, SumTable]:
             opened.append(open_changes(Path(path)))
             return place, opened[0].digest, _sums_of_new(opened[0], phases.rank, phases.size)
 
-        def hold_the_same(found: Sequence[tuple[Place, str, SumTable]]) -> bool:
+        def hold_the_same(found: Sequence[tuple[PlaceOfRank, str, SumTable]]) -> bool:
             return len({digest for _, digest, _ in found}) == 1
 
         def read_own_copy() -> None:

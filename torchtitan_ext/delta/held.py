@@ -46,7 +46,7 @@ def agree_on_steps(
         if found:
             raise refusal(operation, found)
         names.extend(agreement.names)
-        return [agreement.world.steps_of(rank) for rank in range(len(tables))]
+        return [agreement.joint.steps_of(rank) for rank in range(len(tables))]
 
     steps = phases.through_coordinator("plan", offer, agree_for_all, doing="ranks agreed on layouts")
     return described[0], steps, names

@@ -213,7 +213,7 @@ def decide_layouts(values: Mapping[str, torch.Tensor], rules: LayoutRules) -> tu
         agreement = agree(gather_values(encode_table(table).message, mesh, opening=_OPENING), needs_all_ranks=False)
         problems += agreement.problems
         rank = row_major_position(mesh.get_coordinate() or (), mesh.shape)
-        decided.update({fqn: (reports[fqn], steps) for fqn, steps in agreement.world.steps_of(rank).items()})
+        decided.update({fqn: (reports[fqn], steps) for fqn, steps in agreement.joint.steps_of(rank).items()})
     return decided, problems
 
 
@@ -286,7 +286,7 @@ def _gather_boxes(value: torch.Tensor) -> torch.Tensor:
     local_of = dict(zip(entry.boxes, box_tensors(value, entry), strict=True))
     own_parts: list[torch.Tensor] = []
     own = scope_ranks(scope).index(dist.get_rank()) if dist.is_initialized() else 0
-    (replica,) = agreement.world.replicas(0)
+    (replica,) = agreement.joint.replicas(0)
     for held in replica.shards:
         offsets, sizes = held.boxes[0]
         shard = shard_of_box(offsets, sizes)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from torchtitan_ext.checkpoint import CpuStager, LoadReport, SavePlanner, SaveResult, load
 from torchtitan_ext.checkpoint.operation.arguments import check_seconds
-from torchtitan_ext.checkpoint.operation.choose_step import Step, choose_step
+from torchtitan_ext.checkpoint.operation.choose_step import StepChoice, choose_step
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases, checking_arguments
 from torchtitan_ext.checkpoint.operation.save_job import OnStorageError, SaveJob
 from torchtitan_ext.checkpoint.operation.saves import Call, save_later, save_now
@@ -235,7 +235,7 @@ class CheckpointManager:
         self.wait()
         return self._chosen("latest" if step is None else step)
 
-    def _chosen(self, step: Step) -> Path | str | None:
+    def _chosen(self, step: StepChoice) -> Path | str | None:
         """The path of a step, the same on every rank; ``None`` where the run has none yet. Collective."""
         with Phases("load", self._group, path=self.run, timeout_seconds=self._timeout_seconds) as phases:
             raise_unasked(phases)

@@ -40,7 +40,7 @@ class RankTimes:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StopDecision:
     """The ranks stop at the first boundary from ``step`` on. ``text``: what they do there, and why."""
 
     step: int
@@ -48,7 +48,7 @@ class Verdict:
     text: str
 
 
-def what_fits(times: Sequence[RankTimes], left_seconds: float | None) -> Verdict:
+def what_fits(times: Sequence[RankTimes], left_seconds: float | None) -> StopDecision:
     """What ranks do at the first boundary that none has passed, when so many seconds are left; ``None``: nobody knows.
 
     They wait for the pending save, and make a new one. Where both do not fit, they finish the pending one alone. Where
@@ -62,17 +62,17 @@ def what_fits(times: Sequence[RankTimes], left_seconds: float | None) -> Verdict
     rest = max(0.0, saving - pending - steps) if pending >= 0 else 0.0
     first = "save this step and stop" if pending < 0 else "wait for the pending save, save this step, and stop"
     if left_seconds is None:
-        return Verdict(step, True, f"{first}; nobody has said how much time is left (grace_seconds)")
+        return StopDecision(step, True, f"{first}; nobody has said how much time is left (grace_seconds)")
     left = f"{max(0.0, left_seconds):.1f} s are left"
     if saving == 0:
-        return Verdict(step, True, f"{first}; {left}, and no save of this run has been measured yet")
+        return StopDecision(step, True, f"{first}; {left}, and no save of this run has been measured yet")
     parts = f"{steps:.1f} s to come here" + (f", {rest:.1f} s for the pending save" if pending >= 0 else "")
     parts += f" and {new:.1f} s for a new one"
     if steps + rest + new <= left_seconds:
-        return Verdict(step, True, f"{first}: {parts}; {left}")
+        return StopDecision(step, True, f"{first}: {parts}; {left}")
     if pending < 0:
-        return Verdict(step, True, f"{first}, which may take too long: {parts}; {left}")
-    return Verdict(step, False, f"finish the pending save alone and stop: {parts} do not fit; {left}")
+        return StopDecision(step, True, f"{first}, which may take too long: {parts}; {left}")
+    return StopDecision(step, False, f"finish the pending save alone and stop: {parts} do not fit; {left}")
 
 
 class Preemption:

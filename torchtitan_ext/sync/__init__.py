@@ -25,7 +25,7 @@ from torchtitan_ext.metrics import log_metrics, timed
 from torchtitan_ext.ranks.exchange import check_usable, device_of, has_backend, scope_ranks
 from torchtitan_ext.ranks.groups import is_meeting, own_rank
 from torchtitan_ext.ranks.lost_ranks import naming_lost_ranks
-from torchtitan_ext.sync.batches import Batch, ListBatch, Replicas, collect_list
+from torchtitan_ext.sync.batches import Batch, ListBatch, ReplicaBatches, collect_list
 from torchtitan_ext.sync.calls import BroadcastCall, Buffers, Call, SyncCall, outside_graphs
 from torchtitan_ext.sync.check import compare_replicas
 from torchtitan_ext.sync.replicas import collect_replicas
@@ -169,7 +169,7 @@ def _agreeing(call: Call) -> AbstractContextManager[None]:
     return naming_lost_ranks(call.operation, "ranks agreed on what to sync; nothing was changed", call.scope)
 
 
-def _send(call: BroadcastCall, found: Replicas, seconds: dict[str, float]) -> None:
+def _send(call: BroadcastCall, found: ReplicaBatches, seconds: dict[str, float]) -> None:
     """Fills all tensors of all batches from their sources, in place. Collective over the groups of the batches."""
     lost = naming_lost_ranks(call.operation, "tensors were sent; some may be part-written", call.scope)
     with timed(seconds, "send"), lost, torch.no_grad():
@@ -208,7 +208,7 @@ def _chunks(tensors: Sequence[Tensor], num_bytes: int) -> Iterator[list[Tensor]]
         pending = pending[count:]
 
 
-def _log(call: Call, found: Replicas, seconds: Mapping[str, float]) -> None:
+def _log(call: Call, found: ReplicaBatches, seconds: Mapping[str, float]) -> None:
     """Logs a sync on the first of its ranks. Counts the bytes of thousands of tensors only where somebody listens."""
     if not logger.isEnabledFor(logging.INFO):
         return

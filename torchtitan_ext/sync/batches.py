@@ -98,7 +98,7 @@ class ListBatch:
 
 
 @dataclass
-class Replicas:
+class ReplicaBatches:
     """All batches of one rank, the tensors in them, each once, and the problems of tensors that cannot take part.
 
     Attributes:
@@ -115,9 +115,9 @@ class Replicas:
     num_listed: int = 0
 
 
-def collect_list(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: int) -> Replicas:
+def collect_list(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: int) -> ReplicaBatches:
     """The one batch of a list. Equal views of one memory (tied weights) are in it once."""
-    found = Replicas()
+    found = ReplicaBatches()
     ranks = tuple(ranks_of(group))
     if not isinstance(src, int) or not 0 <= src < len(ranks):
         what = f"got {src!r}, expected a rank of the group, 0 to {len(ranks) - 1}"
@@ -151,7 +151,7 @@ def _plain_addresses(tensors: Sequence[Any]) -> list[int]:
 
 
 def _add_each(
-    found: Replicas, tensors: Sequence[Any], ranks: tuple[int, ...], group: dist.ProcessGroup, src: int
+    found: ReplicaBatches, tensors: Sequence[Any], ranks: tuple[int, ...], group: dist.ProcessGroup, src: int
 ) -> None:
     first: dict[Any, str] = {}
     whole: list[int] = []

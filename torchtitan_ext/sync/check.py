@@ -23,7 +23,7 @@ from torchtitan_ext.layout.dtensor import as_bytes
 from torchtitan_ext.ranks.exchange import check_usable, gather_values, scope_ranks
 from torchtitan_ext.ranks.lost_ranks import naming_lost_ranks
 from torchtitan_ext.state.value_digest import bit_sums, scalar_text
-from torchtitan_ext.sync.batches import Replicas, ReplicaTensor
+from torchtitan_ext.sync.batches import ReplicaBatches, ReplicaTensor
 from torchtitan_ext.sync.calls import Buffers, Call, CheckCall, ModuleCall, outside_graphs
 from torchtitan_ext.sync.replicas import collect_replicas
 from torchtitan_ext.sync.same_call import are_equal, confirm_same_call
@@ -128,7 +128,7 @@ def check_replicas(
     return differences
 
 
-def compare_replicas(call: ModuleCall, found: Replicas) -> ReplicaDifferences:
+def compare_replicas(call: ModuleCall, found: ReplicaBatches) -> ReplicaDifferences:
     """``check_replicas`` of tensors that are collected already. Collective over the scope of the call.
 
     The replicas that ``check_replicas`` presumes on several meshes are compared for a ``CheckCall`` alone.
@@ -185,7 +185,7 @@ class _HashedTensor(NamedTuple):
 
 
 def _name_differences(
-    call: Call, found: Replicas, hashes: dict[int, bytes], across_slices: bool
+    call: Call, found: ReplicaBatches, hashes: dict[int, bytes], across_slices: bool
 ) -> tuple[tuple[ReplicaDifference, ...], list[str]]:
     """The differences, and the names of tensors that could not be compared between meshes."""
     own = [_hashed(tensor, hashes.get(id(tensor), b""), across_slices) for tensor in found.tensors]
@@ -216,7 +216,9 @@ def _hashed(tensor: ReplicaTensor, bits: bytes, across_slices: bool) -> _HashedT
     return _HashedTensor(tensor.fqn, tensor.replica_set, place, tensor.coordinate, bits, text, on_slice)
 
 
-def _located(call: Call, found: Replicas, differences: tuple[ReplicaDifference, ...]) -> tuple[ReplicaDifference, ...]:
+def _located(
+    call: Call, found: ReplicaBatches, differences: tuple[ReplicaDifference, ...]
+) -> tuple[ReplicaDifference, ...]:
     """Adds the first differing element of some: finds the first differing block by digests, then looks into it."""
     named, rest = differences[:_MAX_LOCATED], differences[_MAX_LOCATED:]
     own_rank = dist.get_rank() if dist.is_initialized() else 0

@@ -22,7 +22,7 @@ from torchtitan_ext.layout.dtensor import local_tensor, local_view, root_mesh
 from torchtitan_ext.layout.layout import row_major_position
 from torchtitan_ext.layout.own_boxes import has_own_boxes, own_boxes, why_not_own_boxes
 from torchtitan_ext.ranks.exchange import ranks_along, scope_ranks
-from torchtitan_ext.sync.batches import Batch, MeshSlice, Replicas, ReplicaTensor
+from torchtitan_ext.sync.batches import Batch, MeshSlice, ReplicaBatches, ReplicaTensor
 from torchtitan_ext.sync.calls import ModuleCall
 from torchtitan_ext.sync.tensors import ModuleOrState, NamedTensor, fault_of, inner_tensors, list_tensors
 
@@ -32,7 +32,7 @@ _STAGES = "pp"
 
 def collect_replicas(
     source: ModuleOrState, call: ModuleCall, *, src: int = 0, joined: Collection[str] = ()
-) -> Replicas:
+) -> ReplicaBatches:
     """The batches of this rank. Whatever fails becomes a problem in the result: every rank must get it.
 
     If the call has no mesh, plain buffers belong to the DTensors' mesh that holds all ranks of the other meshes, and
@@ -41,11 +41,11 @@ def collect_replicas(
     """
     problems = [*_source_problems(source), *call.problems()]
     if problems:
-        return Replicas(problems=problems)
+        return ReplicaBatches(problems=problems)
     try:
         return _find_replicas(list_tensors(source, call), call.scope, src, joined)
     except Exception as error:
-        return Replicas(problems=[Problem("cannot_sync", "arguments", f"{type(error).__name__}: {error}")])
+        return ReplicaBatches(problems=[Problem("cannot_sync", "arguments", f"{type(error).__name__}: {error}")])
 
 
 def _source_problems(source: Any) -> list[Problem]:
@@ -63,9 +63,9 @@ def _source_problems(source: Any) -> list[Problem]:
 
 def _find_replicas(
     tensors: Sequence[NamedTensor], mesh: DeviceMesh | None, src: int, joined: Collection[str]
-) -> Replicas:
+) -> ReplicaBatches:
     """``tensors`` are in the same order on all ranks that share a replica."""
-    found = Replicas()
+    found = ReplicaBatches()
     replications = _Replications(mesh if mesh is not None else _widest_mesh(tensors), mesh, src)
     seen: dict[Any, str] = {}
     named: dict[str, Tensor] = {}
@@ -256,7 +256,7 @@ def _refusal(tensor: NamedTensor, scope: DeviceMesh | None, replication: _Replic
     return None if replication is None else replication.problem
 
 
-def _add(found: Replicas, seen: dict[Any, str], tensor: ReplicaTensor, replication: _Replication) -> None:
+def _add(found: ReplicaBatches, seen: dict[Any, str], tensor: ReplicaTensor, replication: _Replication) -> None:
     local = tensor.local
     if local.numel() > 0:
         memory = (local.data_ptr(), local.dtype, local.shape, local.stride(), id(replication.replica_set))

@@ -20,7 +20,7 @@ from torchtitan_ext.errors import (
     named_ranks,
 )
 from torchtitan_ext.ranks.exchange import gather_values, scope_ranks
-from torchtitan_ext.sync.batches import Batch, BatchKey, ListBatch, Replicas, ReplicaTensor
+from torchtitan_ext.sync.batches import Batch, BatchKey, ListBatch, ReplicaBatches, ReplicaTensor
 from torchtitan_ext.sync.calls import Call, digest_of
 from torchtitan_ext.sync.slices import SliceDigest, are_slices_equal
 from torchtitan_ext.sync.tensors import listed_fault
@@ -56,7 +56,7 @@ class CallTable:
 
 def confirm_same_call(
     call: Call,
-    replicas: Replicas,
+    replicas: ReplicaBatches,
     contents: Mapping[BatchKey, bytes] | None = None,
     slices: tuple[SliceDigest, ...] = (),
 ) -> Sequence[CallDigest]:
@@ -126,7 +126,7 @@ def are_equal(digests: Sequence[CallDigest]) -> bool:
     ) and are_slices_equal([digest.slices for digest in digests])
 
 
-def _shared_memory(replicas: Replicas) -> list[Problem]:
+def _shared_memory(replicas: ReplicaBatches) -> list[Problem]:
     """Tensors of different batches that overlap; ``_check_writable`` of each batch finds those of one batch."""
     devices = dict.fromkeys(tensor.local.device for tensor in replicas.tensors)
     checks = (

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torchtitan_ext.ranks.exchange import gather_values
-from torchtitan_ext.sync.batches import Replicas, ReplicaTensor
+from torchtitan_ext.sync.batches import ReplicaBatches, ReplicaTensor
 from torchtitan_ext.sync.calls import Call, digest_of
 
 Name = tuple[str, int | None]
@@ -70,14 +70,14 @@ def presumed_replicas(of_ranks: Iterable[Iterable[SliceTensor]]) -> tuple[set[Na
     return presumed, sorted({name[0] for name in several.keys() - presumed})
 
 
-def agree_on_presumed(found: Replicas, call: Call) -> frozenset[str]:
+def agree_on_presumed(found: ReplicaBatches, call: Call) -> frozenset[str]:
     """The names of this rank's tensors that are presumed replicas of those on other slices. Collective."""
     own = [one for tensor in found.tensors if (one := slice_tensor(tensor)) is not None]
     presumed, _ = presumed_replicas(gather_values(own, call.scope, opening=call.opening("presumed replicas")))
     return frozenset(one.name[0] for one in own if one.name in presumed)
 
 
-def slice_digests(found: Replicas, hashes: Mapping[int, bytes]) -> tuple[SliceDigest, ...]:
+def slice_digests(found: ReplicaBatches, hashes: Mapping[int, bytes]) -> tuple[SliceDigest, ...]:
     """One per slice on which this rank holds tensors. ``hashes`` are by ``id``; an empty tensor has none."""
     by_slice: dict[Any, list[ReplicaTensor]] = {}
     for tensor in found.tensors:

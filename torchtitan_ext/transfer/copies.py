@@ -43,7 +43,7 @@ class HeldCopies:
 
 
 @dataclass
-class Verdict:
+class ComparedCopies:
     """What comes of the comparison.
 
     Attributes:
@@ -93,9 +93,9 @@ def compare_copies(
     saved: SavedSums | None,
     replicas: Replicas,
     name_of: Callable[[int], str],
-) -> Verdict:
+) -> ComparedCopies:
     """Which copies of wanted keys are not taken. ``copies`` are in the order of ranks, ``name_of`` names one."""
-    verdict = Verdict()
+    verdict = ComparedCopies()
     held: dict[int, list[tuple[Boxes, list[int]]]] = {}
     for key, of_class in source.agreed_keys.items():
         fqn, kind = source.names[key], source.kinds[of_class]
@@ -103,11 +103,11 @@ def compare_copies(
         if fqn not in wanted:
             continue
         if kind.is_object:
-            digests = {rank: copies[rank].digests[fqn] for rank in source.world.ranks(of_class)}
+            digests = {rank: copies[rank].digests[fqn] for rank in source.joint.ranks(of_class)}
             odd.update(_judge(fqn, "", digests, None, replicas, verdict, name_of))
         else:
             if of_class not in held:
-                held[of_class] = _held_alike(source.world.replicas(of_class))
+                held[of_class] = _held_alike(source.joint.replicas(of_class))
             states_boxes = kind.type == _core.EntryType.BOXES
             for boxes, ranks in held[of_class]:
                 expected = None if saved is None else saved.find(fqn, boxes, kind.dtype, kind.global_shape)
@@ -125,7 +125,7 @@ def compare_copies(
 def later_copies(source: Agreement) -> dict[int, list[int]]:
     """By the number of a tensor the ranks whose boxes of it a rank before them holds too."""
     of_class = {
-        number: sorted(rank for _, ranks in _held_alike(source.world.replicas(number)) for rank in ranks[1:])
+        number: sorted(rank for _, ranks in _held_alike(source.joint.replicas(number)) for rank in ranks[1:])
         for number in set(source.agreed_keys.values())
         if not source.kinds[number].is_object
     }
@@ -152,7 +152,7 @@ def _judge(
     values: Mapping[int, Value],
     expected: Value | None,
     replicas: Replicas,
-    verdict: Verdict,
+    verdict: ComparedCopies,
     name_of: Callable[[int], str],
 ) -> list[int]:
     """The ranks whose copies are not taken."""

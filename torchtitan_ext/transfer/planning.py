@@ -115,7 +115,7 @@ def plan_for_all(offers: Sequence[Offer], transform: Transform | None) -> list[R
     else:
         found = mapped_keys(transform, source, target, renamed, cast)
     left_out = later_copies(source) if arguments["replicas"] == "first" else {}
-    pairs = _core.pair_keys(source.world, target.world, found.source_of, found.mapped, left_out)
+    pairs = _core.pair_keys(source.joint, target.joint, found.source_of, found.mapped, left_out)
     misfits = [problem for pair in pairs if not pair.is_mapped for problem in find_misfits(pair, source, target, cast)]
     misfits += [
         Problem("unsupported_tensor", target.names[key], _PARTS_ALONE)
@@ -131,7 +131,7 @@ def plan_for_all(offers: Sequence[Offer], transform: Transform | None) -> list[R
         if not pair.is_mapped and wanted.dtype != source.kinds[pair.source_classes[0]].dtype:
             pair.cast_to = ops.dtype_number(dtype_of(wanted))
     hosts = number_hosts([offer.host for offer in offers])
-    plan = _core.TransferPlan(source.world, target.world, of_tensors, hosts)
+    plan = _core.TransferPlan(source.joint, target.joint, of_tensors, hosts)
     return make_rank_parts(plan, pairs, source, target, len(offers), found.renamed, found.quantized)
 
 
@@ -158,9 +158,9 @@ def make_rank_parts(
     filled: list[dict[str, str]] = [{} for _ in range(num_ranks)]
     for pair in pairs:
         if target.kinds[pair.target_class].is_object:
-            holder = next(rank for rank in source.world.ranks(pair.source_classes[0]) if rank not in pair.distrusted)
+            holder = next(rank for rank in source.joint.ranks(pair.source_classes[0]) if rank not in pair.distrusted)
             sent[holder] += [source.names[key] for key in pair.source_keys]
-            for rank in target.world.ranks(pair.target_class):
+            for rank in target.joint.ranks(pair.target_class):
                 filled[rank].update({target.names[key]: renamed[target.names[key]] for key in pair.target_keys})
     between = plan.bytes_between
     wanted = {key for pair in pairs for key in pair.source_keys}
@@ -202,7 +202,7 @@ def _is_partial(pair: _core.TransferPair, target: Agreement) -> bool:
     kind = target.kinds[pair.target_class]
     if kind.type != _core.EntryType.BOXES:
         return False
-    return _core.cover_defect(kind.global_shape, target.world.written_boxes(pair.target_class)) is not None
+    return _core.cover_defect(kind.global_shape, target.joint.written_boxes(pair.target_class)) is not None
 
 
 def find_misfits(pair: _core.TransferPair, source: Agreement, target: Agreement, cast: CastPolicy) -> list[Problem]:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from torchtitan_ext import _core, ops
 from torchtitan_ext.checkpoint.operation.arguments import check_seconds
-from torchtitan_ext.checkpoint.operation.choose_step import Step, choose_step
+from torchtitan_ext.checkpoint.operation.choose_step import StepChoice, choose_step
 from torchtitan_ext.checkpoint.operation.component_plans import Components, PlannedSource
 from torchtitan_ext.checkpoint.operation.load_phases import (
     LoadJob,
@@ -97,7 +97,7 @@ def recover(
     step: int | None = None,
     group: dist.ProcessGroup | None = None,
     path: str | os.PathLike[str] | None = None,
-    checkpoint_step: Step | None = None,
+    checkpoint_step: StepChoice | None = None,
     policy: ElasticPolicy | None = None,
     layouts: Mapping[str, ShardOrder] | None = None,
     replicas: Replicas = "equal",
@@ -204,7 +204,7 @@ class _Recovery:
     alive: tuple[int | None, ...]
     step: int | None
     path: str | os.PathLike[str] | None
-    checkpoint_step: Step | None
+    checkpoint_step: StepChoice | None
     policy: ElasticPolicy
     layouts: Mapping[str, ShardOrder] | None
     replicas: Replicas

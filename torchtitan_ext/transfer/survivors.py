@@ -134,14 +134,14 @@ def agree_on_survivors(offers: Sequence[SurvivorOffer]) -> Survivors:
     if problems:
         raise refusal("recover", problems)
     known = [old + 1 for old in offers[0].alive if old is not None]
-    old = World(max([*known, *(offer.old_size for offer in offers)]), source.world.axes())
+    old = World(max([*known, *(offer.old_size for offer in offers)]), source.joint.axes())
     return Survivors(offers, step, source, target, outvoted, old, target.ranks_and_meshes())
 
 
 def starts_of(found: Survivors) -> list[Start]:
     """What each rank is told of it."""
     return [
-        Start(found.step, offer.step is not None and rank not in found.outvoted, found.source.world.steps_of(rank))
+        Start(found.step, offer.step is not None and rank not in found.outvoted, found.source.joint.steps_of(rank))
         for rank, offer in enumerate(found.offers)
     ]
 
@@ -168,7 +168,7 @@ def plan_recovery(
             source_of[number] = held_as
         else:
             lacking.append(fqn)
-    pairs = _core.pair_keys(source.world, target.world, source_of, distrusted=verdict.distrusted)
+    pairs = _core.pair_keys(source.joint, target.joint, source_of, distrusted=verdict.distrusted)
     problems = [
         *verdict.problems,
         *(problem for pair in pairs for problem in find_misfits(pair, source, target, "forbid")),
@@ -177,7 +177,7 @@ def plan_recovery(
         raise refusal("recover", problems)
     of_tensors = [pair for pair in pairs if not target.kinds[pair.target_class].is_object]
     hosts = number_hosts([offer.host for offer in found.offers])
-    plan = _core.TransferPlan(source.world, target.world, of_tensors, hosts, has_lost_ranks=True)
+    plan = _core.TransferPlan(source.joint, target.joint, of_tensors, hosts, has_lost_ranks=True)
     absent: dict[str, str] = {}
     for position, box in plan.first_absent.items():
         text = f"no survivor has {box_text(box)}"
@@ -227,7 +227,7 @@ def _untied(found: Survivors, copies: Sequence[HeldCopies], distrusted: Mapping[
             what = f"has the memory of {first} in the state, and survivors hold the two in other layouts"
             problems.append(Problem("replicas_differ", tied, what, advice))
             continue
-        ranks = source.world.ranks(source.agreed_keys[of_first])
+        ranks = source.joint.ranks(source.agreed_keys[of_first])
         trusted = [rank for rank in ranks if rank not in distrusted.get(of_first, ())]
         odd = [rank for rank in trusted if copies[rank].sums[tied].sums != copies[rank].sums[first].sums]
         if odd:

@@ -18,7 +18,7 @@ from torchtitan_ext.storage.weights.layout import dtype_problems, name_problems,
 from torchtitan_ext.storage.weights.placed import FilePart, TensorForms
 from torchtitan_ext.transforms.rules import Transform
 
-Source = tuple[str, str, tuple[int, ...]]
+SourceTensor = tuple[str, str, tuple[int, ...]]
 """Name, dtype and shape of what a transform takes; no dtype of a value that is no tensor."""
 
 
@@ -34,7 +34,7 @@ class TransformedTensors:
         Raises:
             TransformError: The transform does not fit what the ranks hold, or has no way into files; all problems.
         """
-        sources: list[Source] = [
+        sources: list[SourceTensor] = [
             (fqn, dtype_name(entry.properties.dtype), tuple(entry.size))
             if isinstance(entry, TensorStorageMetadata)
             else (fqn, "", ())
@@ -58,7 +58,9 @@ class TransformedTensors:
 
     def places(self, items: Sequence[WriteItem], known: bytes) -> Mapping[MetadataIndex, Sequence[FilePart]]:
         """Follows the transform again, with this rank's chunks as all that there is of the sources."""
-        sources: list[Source] = [(fqn, dtype, tuple(sizes)) for fqn, dtype, sizes in json.loads(zlib.decompress(known))]
+        sources: list[SourceTensor] = [
+            (fqn, dtype, tuple(sizes)) for fqn, dtype, sizes in json.loads(zlib.decompress(known))
+        ]
         number_of = {fqn: number for number, (fqn, _, _) in enumerate(sources)}
         held: dict[int, list[WriteItem]] = {}
         for item in items:

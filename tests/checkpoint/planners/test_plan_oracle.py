@@ -200,7 +200,7 @@ def test_agreement_is_the_oracles(seed: int) -> None:
             }
             for rank in range(len(tables))
         }
-        assert {rank: ours.world.steps_of(rank) for rank in steps} == steps
+        assert {rank: ours.joint.steps_of(rank) for rank in steps} == steps
         found = compare_replicas(sent(tables), ours)
         wanted, equal = oracle.compare_replicas(tables, theirs)
         for kind in ("differing", "presumed", "uncompared"):
@@ -228,7 +228,7 @@ def test_each_shard_is_written_once_by_a_holder_and_bytes_are_balanced(seed: int
         holders = {(fqn, box): held.ranks for fqn, held, _ in shards for box in held.boxes}
         equal_keys = compare_replicas(sent(tables), agreement).equal
         num_equal += len(equal_keys)
-        plan = _core.WritePlan(agreement.world, False, [], [], equal_keys, may_divide=False)
+        plan = _core.WritePlan(agreement.joint, False, [], [], equal_keys, may_divide=False)
         entries = metadata_entries(agreement, plan)
         writers: dict[Any, int] = {}
         objects: Counter[str] = Counter()
@@ -287,9 +287,9 @@ def test_writers_of_replicas_are_spread_over_hosts(seed: int) -> None:
         hosts = [rank // per_host for rank in range(num_ranks)]
         if numbers.random() < 0.5:  # ranks of a host need not follow each other
             numbers.shuffle(hosts)
-        plan = _core.WritePlan(agreement.world, False, [], hosts)
+        plan = _core.WritePlan(agreement.joint, False, [], hosts)
         written = written_by(tables, plan)
-        assert written == written_by(tables, _core.WritePlan(agreement.world, False, [], hosts))
+        assert written == written_by(tables, _core.WritePlan(agreement.joint, False, [], hosts))
         assert sorted(fqn for fqns in written for fqn in fqns) == sorted(entries)
         largest = max(size for (size,) in shapes)
         assert max(plan.load_bytes) - min(plan.load_bytes) <= largest
@@ -308,9 +308,9 @@ def test_small_states_are_written_on_several_hosts() -> None:
     tables = [KeyTable({f"norm{n}": entry for n in range(8)}) for _ in range(16)]
     agreement = agree(sent(tables), needs_all_ranks=True)
     hosts = [rank // 8 for rank in range(16)]
-    loads = _core.WritePlan(agreement.world, False, [], hosts).load_bytes
+    loads = _core.WritePlan(agreement.joint, False, [], hosts).load_bytes
     assert [sum(loads[:8]), sum(loads[8:])] == [256, 256]
-    unknown = _core.WritePlan(agreement.world, False, [], []).load_bytes
+    unknown = _core.WritePlan(agreement.joint, False, [], []).load_bytes
     assert [sum(unknown[:8]), sum(unknown[8:])] == [512, 0]
 
 
@@ -332,7 +332,7 @@ def test_large_replicas_are_divided_among_their_holders(seed: int) -> None:
             for rank, s in enumerate(own)
         ]
         agreement = agree(sent(tables), needs_all_ranks=True)
-        plan = _core.WritePlan(agreement.world, False, [], [])
+        plan = _core.WritePlan(agreement.joint, False, [], [])
         saved = metadata_entries(agreement, plan)
         written: Counter[tuple[str, Any]] = Counter()
         loads = [0] * num_ranks
@@ -353,6 +353,6 @@ def test_large_replicas_are_divided_among_their_holders(seed: int) -> None:
         # No rank has much more than the mean, unless it is a rank's own.
         mean = sum(loads) / num_ranks
         assert max(loads) <= max(4 * max(own)[0], mean + max(8192, mean / 8)) + 8192
-        kept = _core.WritePlan(agreement.world, False, [], [], may_divide=False)
+        kept = _core.WritePlan(agreement.joint, False, [], [], may_divide=False)
         assert all(len(entry.chunks) == 1 for entry in metadata_entries(agreement, kept).values())
     assert num_divided > 0

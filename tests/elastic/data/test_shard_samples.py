@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from simulated_loaders import Counted, Ranks
 
 from torchtitan_ext.elastic import ElasticDataLoader, Streams
-from torchtitan_ext.elastic.data.shard_samples import Mark, Place, ShardSamples
+from torchtitan_ext.elastic.data.shard_samples import Mark, SamplePosition, ShardSamples
 from torchtitan_ext.elastic.data.virtual_shards import ShardState, from_entry, stream_state
 
 
@@ -49,7 +49,7 @@ def source_of(kind: str, length: int) -> Streams:
 
 
 def totals_of(kind: str, length: int) -> list[int]:
-    items = ShardSamples(source_of(kind, length), 0, Place(Mark(), 0, 0))
+    items = ShardSamples(source_of(kind, length), 0, SamplePosition(Mark(), 0, 0))
     marks = [item if isinstance(item, Mark) else item[1] for item in items]
     return [mark.total for mark in marks if mark is not None]
 

@@ -122,13 +122,13 @@ def check_group(operation: str, group: Any) -> None:
 _ONE_PATH = "pass the same path on every rank: make a name with a time or a step in it on one rank, and broadcast it"
 
 
-Place = tuple[str, tuple[int, str] | None]
+PlaceOfRank = tuple[str, tuple[int, str] | None]
 """Where a rank looks for a checkpoint: an absolute path, or URL, empty where only the storage knows it; and what is
 equal for all names of one directory on hosts that share it: the inode of the nearest existing directory, and the path
 from there; ``None`` for a URL."""
 
 
-def place_of(path: str | os.PathLike[str] | None) -> Place:
+def place_of(path: str | os.PathLike[str] | None) -> PlaceOfRank:
     """This rank's place of a checkpoint, which need not exist yet."""
     if path is None:
         return "", None
@@ -143,7 +143,7 @@ def place_of(path: str | os.PathLike[str] | None) -> Place:
     return str(real), None
 
 
-def place_problems(places: Sequence[Sequence[Place]]) -> list[Problem]:
+def place_problems(places: Sequence[Sequence[PlaceOfRank]]) -> list[Problem]:
     """A problem for each checkpoint that ranks look for in different places; ``places`` are those of each rank."""
     problems = []
     for of_ranks in zip(*places, strict=False):

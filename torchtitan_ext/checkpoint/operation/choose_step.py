@@ -18,7 +18,7 @@ from torchtitan_ext.storage.inspect.verify import find_damage
 from torchtitan_ext.storage.location import is_local, place_at
 from torchtitan_ext.storage.runs.remote_steps import remote_steps
 
-Step = int | Literal["latest", "last-good"]
+StepChoice = int | Literal["latest", "last-good"]
 
 _LISTING = "the steps of the run were looked for; nothing was changed"
 _VERIFYING = "files were verified; nothing was changed"
@@ -28,7 +28,7 @@ _MAX_LISTED = 8
 
 def choose_step(
     run_dir: str | os.PathLike[str],
-    step: Step,
+    step: StepChoice,
     phases: Phases,
     pattern: str | None = None,
     fallback: str | os.PathLike[str] | None = None,

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from torchtitan_ext.checkpoint.operation.arguments import Place, place_problems
+from torchtitan_ext.checkpoint.operation.arguments import PlaceOfRank, place_problems
 from torchtitan_ext.errors import (
     CheckpointFailedError,
     DifferentCallsError,
@@ -247,7 +247,7 @@ class Phases:
         work: Callable[[], T],
         *,
         doing: str = "",
-        places: Sequence[Place] | None = None,
+        places: Sequence[PlaceOfRank] | None = None,
         hold_the_same: Callable[[list[T]], bool] = lambda _: False,
         exchange_name: str = "",
     ) -> list[T]:

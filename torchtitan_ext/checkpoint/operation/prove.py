@@ -134,7 +134,7 @@ def prove_load(
     source_of = {fqn: planned[position].opened for of_rank in positions for fqn, position in of_rank.items()}
     keys = [fqn for fqn in source_of if fqn not in unproved]
     of_one_rank = {fqn for fqn in keys if source_of[fqn].is_of_one_rank}
-    steps = agreement.world.steps_of(phases.rank)
+    steps = agreement.joint.steps_of(phases.rank)
 
     def sum_own() -> _Summed:
         failed = _sum_all(own, keys, steps, summer, phases)

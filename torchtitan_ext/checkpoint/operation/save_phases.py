@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
-from torchtitan_ext.checkpoint.operation.arguments import Place, place_of
+from torchtitan_ext.checkpoint.operation.arguments import PlaceOfRank, place_of
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.checkpoint.operation.save_job import SaveJob
 from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
@@ -172,7 +172,7 @@ def _warn_of_samples(accounts: Mapping[str, SampleAccount]) -> None:
             warn(f"save: {name}: {account.doubt}")
 
 
-def _places_of(job: SaveJob) -> list[Place]:
+def _places_of(job: SaveJob) -> list[PlaceOfRank]:
     """Where our files go; storage of others may have a directory per rank, which cannot be compared."""
     fallback, is_ours = job.on_storage_error.fallback, isinstance(job.storage_writer, (*_OURS, NoneType))
     return [place_of(job.place if is_ours else None), *([] if fallback is None else [place_of(fallback)])]

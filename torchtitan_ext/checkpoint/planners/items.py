@@ -102,13 +102,13 @@ def metadata_entries(agreement: Agreement, plan: _core.WritePlan) -> dict[str, E
     then writes once."""
     for kind in agreement.kinds:
         dtype_named(kind.dtype)  # raises where this torch has none of that name
-    return lazy_entries(_core.planned_columns(agreement.world, plan))
+    return lazy_entries(_core.planned_columns(agreement.joint, plan))
 
 
 def metadata_paths(agreement: Agreement, tables: Sequence[RankTable]) -> dict[str, tuple[Any, ...]]:
     """The path of each key of any rank in the nested state dict."""
     paths = {fqn: path for table in reversed(tables) for fqn, path in table.rest.stock_paths.items()}
-    return {**paths, **agreement.world.paths()}
+    return {**paths, **agreement.joint.paths()}
 
 
 @dataclass(frozen=True)

@@ -228,7 +228,7 @@ class LoadPlanner(DefaultLoadPlanner):
         check_local_plans("load", self, LoadPlanner, global_plan, (ReadRequest,))
         requests: list[ReadRequest] = [plan.planner_data for plan in global_plan]
         agreement = agree([request.table for request in requests], needs_all_ranks=False)
-        joint = JointRequest(requests, self.rules, self.metadata, agreement.world.held_names())
+        joint = JointRequest(requests, self.rules, self.metadata, agreement.joint.held_names())
         is_cover_checked = len({request.metadata_name for request in requests}) == 1
         found = list(agreement.problems)
         if is_cover_checked:
@@ -239,7 +239,7 @@ class LoadPlanner(DefaultLoadPlanner):
             raise refusal("load", problems, report)
         for text in warned:
             warn(f"load: {text}")
-        unforeseen = agreement.world.unforeseen_steps()
+        unforeseen = agreement.joint.unforeseen_steps()
         decisions = [ReadDecision(steps, is_cover_checked, report) for steps in unforeseen]
         pairs = zip(global_plan, decisions, strict=True)
         return [dataclasses.replace(plan, planner_data=decision) for plan, decision in pairs]

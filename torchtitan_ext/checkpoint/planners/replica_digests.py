@@ -50,7 +50,7 @@ def compare_replicas(tables: Sequence[RankTable], agreement: Agreement) -> Repli
 
 
 def _read_digests(tables: Sequence[RankTable], agreement: Agreement) -> _core.ReplicaDigests:
-    digests = _core.ReplicaDigests(agreement.world)
+    digests = _core.ReplicaDigests(agreement.joint)
     number_of = cache(lambda section, packed: digests.add_message(section, unpack(packed)))
     for rank, (table, sections) in enumerate(zip(tables, agreement.sections, strict=True)):
         with reading_from(rank):
@@ -60,14 +60,14 @@ def _read_digests(tables: Sequence[RankTable], agreement: Agreement) -> _core.Re
 
 
 def _difference(agreement: Agreement, found: _core.ReplicaDifference) -> Problem:
-    fqn, kind = agreement.names[found.key], agreement.world.kind_of(found.key)
+    fqn, kind = agreement.names[found.key], agreement.joint.kind_of(found.key)
     held, ranks = _values(found, kind), f"ranks {found.first.rank} and {found.second.rank}"
     if found.is_presumed:
         advice = (
             "; give different tensors different keys; make replicas equal first: tte.sync_module_states(model, mesh) "
             "with a mesh that holds all of these ranks"
         )
-        detail = f"{agreement.world.describe_replicas(found.key)}, and {ranks} hold {held or 'different bits'}"
+        detail = f"{agreement.joint.describe_replicas(found.key)}, and {ranks} hold {held or 'different bits'}"
         return Problem("replicas_differ", fqn, detail, advice)
     first = "SavePlanner(replicas='first')"
     what, remedy = (
@@ -80,7 +80,7 @@ def _difference(agreement: Agreement, found: _core.ReplicaDifference) -> Problem
 
 
 def _uncompared(agreement: Agreement, key: int) -> Problem:
-    words = agreement.world.describe_replicas(key)
+    words = agreement.joint.describe_replicas(key)
     detail = f"{words}, in different layouts or on some ranks without a digest"
     advice = "; give different tensors different keys, and shard replicas alike"
     return Problem("replicas_differ", agreement.names[key], detail, advice)

@@ -385,7 +385,7 @@ class SavePlanner(DefaultSavePlanner):
 
     def _is_fatal(self, agreement: Agreement, fqn: str) -> bool:
         if self._replicas == "error":
-            kind = agreement.world.kind_of(agreement.number_of[fqn])
+            kind = agreement.joint.kind_of(agreement.number_of[fqn])
             return kind.is_object or not kind.is_plain
         return self._replicas == "strict"
 
@@ -396,7 +396,7 @@ class SavePlanner(DefaultSavePlanner):
         hosts = number_hosts([table.host for table in tables])
         may_divide = not any(table.keeps_shards for table in tables)
         is_lowest = self.dedup_save_to_lowest_rank
-        return _core.WritePlan(agreement.world, is_lowest, lowest, hosts, compared.equal, may_divide)
+        return _core.WritePlan(agreement.joint, is_lowest, lowest, hosts, compared.equal, may_divide)
 
 
 def _without_tied(values: Mapping[str, Any], table: KeyTable) -> KeyTable:

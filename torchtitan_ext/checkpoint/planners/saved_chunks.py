@@ -24,7 +24,7 @@ def cover_problems(
     """Problems of tensors whose saved chunks do not hold every element exactly once; ``wanted`` has the saved names."""
     problems = []
     known: dict[tuple[int, int], Problem | None] = {}  # thousands of keys may share a list
-    for key, of_class, index in _core.find_uncovered(agreement.world, wanted, chunks):
+    for key, of_class, index in _core.find_uncovered(agreement.joint, wanted, chunks):
         fqn = agreement.names[key]
         if (id(index), of_class) not in known:
             known[id(index), of_class] = _cover_problem(fqn, agreement, of_class, index)
@@ -35,7 +35,7 @@ def cover_problems(
 
 def _cover_problem(fqn: str, agreement: Agreement, of_class: int, index: _core.ChunkIndex) -> Problem | None:
     # A checkpoint of use_collectives=False has metadata per rank: all that this rank wants must be there.
-    if agreement.world.num_ranks == 1 and agreement.world.is_filled(of_class, index):
+    if agreement.joint.num_ranks == 1 and agreement.joint.is_filled(of_class, index):
         return None
     defect = _core.describe_cover_defect(agreement.kinds[of_class].global_shape, index.boxes(), None)
     return None if defect is None else Problem("broken_checkpoint", fqn, defect)

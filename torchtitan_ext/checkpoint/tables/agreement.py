@@ -24,35 +24,35 @@ class Agreement:
     """What the tables say together.
 
     Attributes:
-        world: The tables in C++.
-        sections: Per rank the numbers of its sections in the world.
-        names: All keys of all ranks; their numbers in the world are their positions.
+        joint: The tables in C++, put together.
+        sections: Per rank the numbers of its sections in it.
+        names: All keys of all ranks; their numbers in it are their positions.
         agreed_keys: By number the class of each key that a rank holds and that has no problem.
         kinds: What the keys of each class have in common.
         problems: Of ranks alone first, then of keys, in the order of keys.
     """
 
-    def __init__(self, world: _core.World, sections: list[list[int]], own_problems: Sequence[Problem]) -> None:
-        self.world = world
+    def __init__(self, joint: _core.JointTable, sections: list[list[int]], own_problems: Sequence[Problem]) -> None:
+        self.joint = joint
         self.sections = sections
-        self.names = world.names()
-        self.kinds = world.kinds()
-        of_keys = (key_problem(self.names[key], found) for key, found in world.problems().items())
+        self.names = joint.names()
+        self.kinds = joint.kinds()
+        of_keys = (key_problem(self.names[key], found) for key, found in joint.problems().items())
         self.problems = (*own_problems, *of_keys)
-        self.agreed_keys = world.agreed_keys()
+        self.agreed_keys = joint.agreed_keys()
 
     @cached_property
     def number_of(self) -> dict[str, int]:
-        """The number of each key in the world."""
+        """The number of each key in the joint table."""
         return {fqn: number for number, fqn in enumerate(self.names)}
 
     def shape_of(self, fqn: str) -> tuple[int, ...]:
         """The global shape of a tensor."""
-        return tuple(self.world.kind_of(self.number_of[fqn]).global_shape)
+        return tuple(self.joint.kind_of(self.number_of[fqn]).global_shape)
 
     def ranks_and_meshes(self) -> World:
         """The ranks whose tables these are, and the axes of their meshes."""
-        return World(self.world.num_ranks, self.world.axes())
+        return World(self.joint.num_ranks, self.joint.axes())
 
 
 def agree(tables: Sequence[RankTable], *, needs_all_ranks: bool) -> Agreement:
@@ -64,20 +64,20 @@ def agree(tables: Sequence[RankTable], *, needs_all_ranks: bool) -> Agreement:
     Raises:
         ReplicaMismatchError: A table cannot be read.
     """
-    world = _core.World()
+    joint = _core.JointTable()
     # Ranks that hold alike send equal bytes, which are read once.
-    number_of = cache(lambda place, packed: world.add_section(unpack(packed)))
+    number_of = cache(lambda place, packed: joint.add_section(unpack(packed)))
     sections: list[list[int]] = []
     problems: list[Problem] = []
     for rank, table in enumerate(tables):
         with reading_from(rank):
             numbers = [number_of(place, packed) for place, packed in enumerate(table.sections)]
-            world.add_rank(numbers, unpack(table.part))
+            joint.add_rank(numbers, unpack(table.part))
         sections.append(numbers)
         problems += table.rest.problems
     with reading_from(None):
-        world.agree(needs_all_ranks)
-        return Agreement(world, sections, problems)
+        joint.agree(needs_all_ranks)
+        return Agreement(joint, sections, problems)
 
 
 def unused_layouts(tables: Iterable[RankTable], agreement: Agreement, fqns: Collection[str]) -> list[Problem]:
@@ -89,7 +89,7 @@ def unused_layouts(tables: Iterable[RankTable], agreement: Agreement, fqns: Coll
     for table in tables:
         for pattern, is_used in table.rest.layouts.items():
             used[pattern] = used.get(pattern, False) or is_used
-    is_any_on_mesh = bool(used) and agreement.world.has_meshes
+    is_any_on_mesh = bool(used) and agreement.joint.has_meshes
     return [unused_problem(pattern, fqns) for pattern, is_used in used.items() if is_any_on_mesh and not is_used]
 
 

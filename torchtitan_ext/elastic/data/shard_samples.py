@@ -38,7 +38,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Place:
+class SamplePosition:
     """Where reading goes on: ``num_given`` samples after a mark, in ``epoch``, the mark's or a later one.
 
     ``again`` has the numbers, over all epochs, of those of them that are given once more before any other, ascending.
@@ -60,7 +60,7 @@ class ShardSamples:
     and goes on after ``start_epoch``. The stream is opened when it is needed.
     """
 
-    def __init__(self, source: StreamSource, shard: int, place: Place) -> None:
+    def __init__(self, source: StreamSource, shard: int, place: SamplePosition) -> None:
         self._source = source
         self._shard = shard
         self._place = place
@@ -89,7 +89,7 @@ class ShardSamples:
         self._leave_epoch()
         self._total = total
         mark = self._mark()
-        self._place = Place(mark, 0, mark.epoch)
+        self._place = SamplePosition(mark, 0, mark.epoch)
         self._items = itertools.chain([mark], self._read())
 
     def state(self) -> Any:

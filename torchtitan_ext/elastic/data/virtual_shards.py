@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from torchtitan_ext.elastic.data.sampler import Share
-from torchtitan_ext.elastic.data.shard_samples import Mark, Place, ShardSamples
+from torchtitan_ext.elastic.data.shard_samples import Mark, SamplePosition, ShardSamples
 from torchtitan_ext.elastic.data.streams import StreamSource, start_epoch
 from torchtitan_ext.elastic.data.workers import SamplesAhead, WorkerOptions, Workers
 from torchtitan_ext.errors import CannotReshardError, TorchtitanExtError
@@ -108,9 +108,9 @@ class ShardState:
             self.since = max(self.since, self.taken)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> SamplePosition:
         epoch = self.epoch if self.stream_epoch is None else self.stream_epoch
-        return Place(Mark(epoch, self.total - self.since, self.stream), self.since, self.epoch, self.in_flight)
+        return SamplePosition(Mark(epoch, self.total - self.since, self.stream), self.since, self.epoch, self.in_flight)
 
 
 def shard_key(shard: int, num_shards: int) -> str:
@@ -172,11 +172,11 @@ class _OpenShard:
     open: set[int] = field(default_factory=set)
     samples: ShardSamples | SamplesAhead = field(init=False)
 
-    def place(self) -> Place:
+    def place(self) -> SamplePosition:
         """Where this job reads on."""
         first = self.again[0] if self.again else self.state.total
         mark = next(mark for mark in reversed(self.marks) if mark.total <= first)
-        return Place(mark, self.state.total - mark.total, self.state.epoch, tuple(self.again))
+        return SamplePosition(mark, self.state.total - mark.total, self.state.epoch, tuple(self.again))
 
     def forget_marks(self) -> None:
         """Keeps those that a later job may need."""

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 from torchtitan_ext.elastic.data.blocks import receive_block, send_block
-from torchtitan_ext.elastic.data.shard_samples import Item, Mark, Place, ShardSamples
+from torchtitan_ext.elastic.data.shard_samples import Item, Mark, SamplePosition, ShardSamples
 from torchtitan_ext.elastic.data.streams import StreamSource
 from torchtitan_ext.errors import TorchtitanExtError, check_counts
 from torchtitan_ext.ranks.signal_inbox import deaf_child, keep_worker
@@ -116,7 +116,7 @@ class _Ask:
 
     shard: int
     num_items: int
-    start: Place | None
+    start: SamplePosition | None
     next_epoch: int | None
 
 
@@ -132,7 +132,7 @@ class _Answer:
 class _Ahead:
     """What was asked of a shard and came, since it was opened or began its epoch. None is the end of the epoch."""
 
-    start: Place | None
+    start: SamplePosition | None
     next_epoch: int | None = None
     items: deque[Item | WorkerFailure | None] = field(default_factory=deque)
     num_asked: int = 0
@@ -159,7 +159,7 @@ class _Ahead:
 class SamplesAhead:
     """A shard's samples as ``ShardSamples`` gives them, read by a worker."""
 
-    def __init__(self, workers: Workers, shard: int, place: Place) -> None:
+    def __init__(self, workers: Workers, shard: int, place: SamplePosition) -> None:
         self._workers = workers
         self._shard = shard
         self._mark = place.mark
@@ -193,7 +193,7 @@ class SamplesAhead:
 
     def start_epoch(self, total: int) -> None:
         """See ``ShardSamples``. Does not wait. What was read ahead of an epoch that is cut short is read again."""
-        start = None if self._is_at_end else Place(self._mark, self._num_given, self._epoch)
+        start = None if self._is_at_end else SamplePosition(self._mark, self._num_given, self._epoch)
         self._ahead = self._workers.open(self._shard, _Ahead(start, total))
         self._epoch += 1
         self._is_at_end = False

@@ -27,7 +27,7 @@ _MAX_RECORD_BYTES = 1 << 24
 # Files of a checkpoint that are held open together.
 _MAX_OPEN_FILES = 128
 
-Place = tuple[str, int, int]
+RecordPlace = tuple[str, int, int]
 """A key, and the first byte and the size of its record in a file."""
 
 _BAD_PICKLE = (pickle.UnpicklingError, AttributeError, IndexError, KeyError, TypeError, MemoryError, RecursionError)
@@ -78,7 +78,7 @@ def read_records(
         loads: Makes the value of a pickle; raises ValueError to leave it out.
     """
 
-    def read(name: str, descriptor: int, places: Sequence[Place]) -> Iterator[tuple[str, Any]]:
+    def read(name: str, descriptor: int, places: Sequence[RecordPlace]) -> Iterator[tuple[str, Any]]:
         for fqn, offset, num_bytes in places:
             if num_bytes <= max_bytes:
                 yield from _value_of(fqn, os.pread(descriptor, num_bytes, offset), loads).items()
@@ -90,7 +90,7 @@ def read_places(
     path: Path | Location,
     saved: SavedMetadata,
     keys: Iterable[tuple[str, tuple[int, ...] | None]],
-    read: Callable[[str, int, Sequence[Place]], Iterable[tuple[str, Any]]],
+    read: Callable[[str, int, Sequence[RecordPlace]], Iterable[tuple[str, Any]]],
 ) -> dict[str, Any]:
     """Values by key, file by file; what cannot be read is left out. Compares no checksums.
 
@@ -98,7 +98,7 @@ def read_places(
         keys: Each with the offsets of the chunk that is read of a tensor; ``None`` for a value.
         read: Gives keys and values of one file, from its name, its descriptor and the places of records in it.
     """
-    of_file: dict[str, list[Place]] = {}
+    of_file: dict[str, list[RecordPlace]] = {}
     for fqn, offsets in keys:
         part = saved.columns.find_part(fqn, offsets)
         if part is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from torchtitan_ext import _core
 from torchtitan_ext.storage.checkpoint_files import find_stock_tensors
 from torchtitan_ext.storage.formats.contents import Scalar
-from torchtitan_ext.storage.formats.plain_records import Place, containers_of, read_places, read_records
+from torchtitan_ext.storage.formats.plain_records import RecordPlace, containers_of, read_places, read_records
 from torchtitan_ext.storage.location import Location
 from torchtitan_ext.storage.metadata.saved_metadata import SavedMetadata
 
@@ -49,7 +49,7 @@ def read_scalars(path: Path | Location, saved: SavedMetadata, keys: Iterable[tup
     """
     is_tensor = dict(keys)
 
-    def read(name: str, descriptor: int, places: Sequence[Place]) -> Iterator[tuple[str, Scalar]]:
+    def read(name: str, descriptor: int, places: Sequence[RecordPlace]) -> Iterator[tuple[str, Scalar]]:
         lengths = {offset: num_bytes for _, offset, num_bytes in places}
         stored = _stored(path / name, saved, name, lengths, descriptor)
         for fqn, offset, _ in places:

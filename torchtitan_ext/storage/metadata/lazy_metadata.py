@@ -49,7 +49,7 @@ class MetadataInFile(Protocol):
         """Whether the file still holds what the metadata holds."""
 
 
-Place = tuple[MetadataInFile, str]
+FieldInFile = tuple[MetadataInFile, str]
 """Where a mapping lies: in a file, in a field of its metadata."""
 
 
@@ -62,8 +62,8 @@ class LazyDict(dict[_Key, _Value]):
     """
 
     _source: _Entries | _Parts | None = None
-    _unread: Place | None = None
-    place: Place | None = None
+    _unread: FieldInFile | None = None
+    place: FieldInFile | None = None
 
     @classmethod
     def over(cls, source: _Entries | _Parts) -> LazyDict[_Key, _Value]:
@@ -156,7 +156,7 @@ class LazyDict(dict[_Key, _Value]):
         self._source = None  # last: what another thread asks for meanwhile is found
 
 
-def _read_later(place: Place) -> LazyDict[Any, Any]:
+def _read_later(place: FieldInFile) -> LazyDict[Any, Any]:
     lazy: LazyDict[Any, Any] = LazyDict()
     lazy._unread = place
     return lazy

@@ -27,7 +27,7 @@ class Chunk(Protocol):
     def offset(self) -> Sequence[int] | None: ...
 
 
-class Place(Protocol):
+class HostTensor(Protocol):
     """A tensor on the CPU."""
 
     @property
@@ -100,7 +100,7 @@ class OpenFiles:
         stored: _core.StoredTensor,
         begin: Sequence[int],
         inside: Sequence[int],
-        place: Place,
+        place: HostTensor,
     ) -> None:
         """Adds a box of a stored tensor whose offsets are given as two summands, and the CPU tensor that it fills."""
         offsets = [first + offset for first, offset in zip(begin, inside, strict=True)]

@@ -16,7 +16,7 @@ from torchtitan_ext.layout.dtensor import is_plain_memory, is_wrapper
 from torchtitan_ext.ranks.exchange import has_backend
 from torchtitan_ext.storage import FileReader
 
-Place = tuple[int, str, torch.Size | None]
+TargetKey = tuple[int, str, torch.Size | None]
 """Names a tensor that items fill: a key of one source, and of a tensor in several parts the part."""
 
 
@@ -25,8 +25,8 @@ def find_tags(
 ) -> list[tuple[str, str, int, bool, bool] | None]:
     """Of each item of each source what others who want it need to know of its target (``ShareTag`` in
     ``csrc/core/shared_reads.h``); ``None`` where this rank reads it for itself."""
-    places: list[Place] = []
-    tensors: dict[Place, Tensor] = {}
+    places: list[TargetKey] = []
+    tensors: dict[TargetKey, Tensor] = {}
     are_cut: list[bool] = []  # whether a part of the record can be read without the rest
     for number, (source, own) in enumerate(zip(sources, items, strict=True)):
         entries, reader = source.ours.wanted.entries, source.opened.reader
@@ -65,14 +65,16 @@ def _is_memory(tensor: Tensor) -> bool:
     return is_plain_memory(tensor)
 
 
-def _find_ties(tensors: Mapping[Place, Tensor], in_order: Sequence[Place]) -> tuple[set[Place], set[Place]]:
+def _find_ties(
+    tensors: Mapping[TargetKey, Tensor], in_order: Sequence[TargetKey]
+) -> tuple[set[TargetKey], set[TargetKey]]:
     """Tensors that share a part of their memory; and those that another one overwrites, which lies in the same place.
 
     Args:
         in_order: The tensor of each item, in the order of reading.
     """
     last = {place: position for position, place in enumerate(in_order)}
-    tied: dict[Any, list[Place]] = {}
+    tied: dict[Any, list[TargetKey]] = {}
     for place in sorted(tensors, key=last.__getitem__):
         tensor = tensors[place]
         if is_wrapper(tensor) or tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.is_meta:
@@ -82,8 +84,8 @@ def _find_ties(tensors: Mapping[Place, Tensor], in_order: Sequence[Place]) -> tu
         extent = (str(tensor.device), begin, begin + (1 + last_element) * tensor.itemsize)
         tied.setdefault((extent, layout), []).append(place)
     overwritten = {place for places in tied.values() for place in places[:-1]}
-    alone: set[Place] = set()
-    reached: tuple[str, int, list[Place]] = ("", 0, [])
+    alone: set[TargetKey] = set()
+    reached: tuple[str, int, list[TargetKey]] = ("", 0, [])
     for ((on_device, begin, end), _), places in sorted(tied.items(), key=lambda one: one[0][0]):
         if on_device == reached[0] and begin < reached[1]:
             alone.update(places, reached[2])
