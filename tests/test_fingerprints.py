@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from test_ops import DEVICES, random_tensor
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -16,6 +18,7 @@ import torchtitan_ext as tte
 from torchtitan_ext import ops
 from torchtitan_ext.fingerprints import fingerprint
 from torchtitan_ext.layout.layout import Chunk, LocalShard, ShardOrder
+from torchtitan_ext.state import value_digest
 
 MASK = 2**64 - 1
 
@@ -84,6 +87,70 @@ def test_accidents_change_it() -> None:
     for other in (flipped, swapped_rows, swapped_neighbours, tensor.t(), -tensor, torch.zeros(64, 64)):
         digests.add(ops.fingerprint_shard(other, whole((64, 64)), (64, 64)).item())
     assert len(digests) == 7
+
+
+def random_shards(device: str) -> tuple[list[Tensor], list[LocalShard], list[tuple[int, int]]]:
+    """Of every word size, some in two chunks or with odd strides, some without elements, one in several entries."""
+    draw = random.Random(5)
+    dtypes = [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128]
+    tensors, shards, shapes = [], [], []
+    for number in range(400):
+        rows, columns = draw.choice([0, 1, 3, 40]), draw.choice([1, 7, 33])
+        local = random_tensor((columns, rows), draw.choice(dtypes), device).t()
+        halves = (
+            Chunk((1, 2), (rows // 2, columns), (0, 0)),
+            Chunk((50, 0), (rows - rows // 2, columns), (rows // 2, 0)),
+        )
+        tensors.append(local if draw.random() < 0.5 else local.contiguous())
+        shards.append(LocalShard((rows, columns), tuple(chunk for chunk in halves if 0 not in chunk.sizes)))
+        shapes.append((100, 100))
+    large = random_tensor((300, 4000), torch.float32, device)  # longer than one thread sums alone
+    return [*tensors, large], [*shards, whole((300, 4000))], [*shapes, (300, 4000)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_many_shards_in_one_call(device: str) -> None:
+    tensors, shards, shapes = random_shards(device)
+    sums = ops.fingerprint_shards(tensors, shards, shapes)
+    singles = [ops.fingerprint_shard(*one).item() for one in zip(tensors, shards, shapes, strict=True)]
+    assert sums.device == tensors[0].device and sums.tolist() == singles
+    of_cpu = ops.fingerprint_shards([tensor.cpu() for tensor in tensors], shards, shapes)
+    assert of_cpu.tolist() == singles
+
+
+def test_many_shards_are_refused_by_number() -> None:
+    tensors, four = [torch.ones(4), torch.ones(4)], whole((4,))
+    with pytest.raises(ValueError, match="got 2 tensors and 1 shards"):
+        ops.fingerprint_shards(tensors, [four], [(4,)])
+    with pytest.raises(ValueError, match="got no tensors"):
+        ops.fingerprint_shards([], [], [])
+    with pytest.raises(ValueError, match=r"shards\[1\] is sparse"):
+        ops.fingerprint_shards([tensors[0], tensors[1].to_sparse()], [four, four], [(4,), (4,)])
+    with pytest.raises(ValueError, match=r"chunk 0 is \[0, 4\) of dim 0, but the larger tensor holds \[0, 3\)"):
+        ops.fingerprint_shards(tensors, [four, four], [(4,), (3,)])
+    table = [1, 4, 4, 0, 4, 0] * 2
+    torch.library.opcheck(torch.ops.torchtitan_ext.fingerprint_shards.default, (tensors, table))
+    compiled = torch.compile(lambda x: ops.fingerprint_shards([x * 2, x], [four, four], [(4,), (4,)]), fullgraph=True)
+    assert torch.equal(
+        compiled(tensors[0]), ops.fingerprint_shards([tensors[0] * 2, tensors[0]], [four] * 2, [(4,)] * 2)
+    )
+
+
+def test_sums_of_many_shards_say_which_one_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(value_digest, "_BATCH_BYTES", 100)  # several calls
+    sums = value_digest.ShardSums[int]()
+    tensors = [torch.randn(7) + number for number in range(20)]
+    for number, tensor in enumerate(tensors):
+        sums.add_box(number, tensor if number != 4 else tensor.to_sparse(), (0,), (7,))
+    numbers, errors = sums.found()
+    assert errors.keys() == {4} and "fingerprint_shard: the shard is sparse" in str(errors[4])
+    assert numbers == {
+        number: ops.fingerprint_shard(tensor, whole((7,)), (7,)).item()
+        for number, tensor in enumerate(tensors)
+        if number != 4
+    }
+    with pytest.raises(ValueError, match="sparse"):
+        sums.numbers()
 
 
 def test_op_refusals_and_opcheck() -> None:

@@ -43,6 +43,7 @@ STABLE_TORCH_LIBRARY(torchtitan_ext, library) {
       "quantize_blocks_(Tensor[] tensors, SymInt[] tables, ScalarType rounded, Tensor factors, bool divides, "
       "Tensor(a!)[] out) -> ()");
   library.def("fingerprint_shard(Tensor shard, SymInt[] global_sizes, SymInt[] chunks) -> Tensor");
+  library.def("fingerprint_shards(Tensor[] shards, SymInt[] tables) -> Tensor");
 }
 
 // The kernels choose the device themselves, from the tensors: the same function stands under both keys. It stands under
@@ -65,6 +66,7 @@ static void register_kernels(torch::stable::detail::StableLibrary& library) {
   library.impl("block_amax_", TORCH_BOX(&ops::block_amax_));
   library.impl("quantize_blocks_", TORCH_BOX(&ops::quantize_blocks_));
   library.impl("fingerprint_shard", TORCH_BOX(&ops::fingerprint_shard));
+  library.impl("fingerprint_shards", TORCH_BOX(&ops::fingerprint_shards));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torchtitan_ext, CPU, library) { register_kernels(library); }

@@ -70,6 +70,9 @@ Tensor memory_table(const TensorList& tensors);
 // The sum, modulo 2^64, of the hashes of the shard's words at their places in the global tensor (element_hash.h): a 0-d
 // int64 tensor on the shard's device. Sums of disjoint chunks add up to that of the whole tensor.
 Tensor fingerprint_shard(const Tensor& shard, const Ints& global_sizes, const Ints& chunks);
+// The sums of many shards on one device, int64 there of shape (shards). Tables as for `pack_shards`, with the sizes of the
+// global tensor in place of offsets.
+Tensor fingerprint_shards(const TensorList& shards, const Ints& tables);
 
 // ---- changes.cpp ----
 //

@@ -96,11 +96,19 @@ CopyEntries make_copy_entries(const core::RunList& runs, uint64_t src, uint64_t 
   return entries;
 }
 
-std::vector<NestEntry> make_word_entries(const core::RunList& runs, int64_t word_bytes) {
-  std::vector<NestEntry> entries;
-  const int log2 = std::countr_zero(static_cast<uint64_t>(word_bytes));
-  for (const RunNest& nest : runs.nests()) {
-    add_nest(entries, log2, nest.run_bytes, runs.loops_of(nest), nest.src_bytes, nest.dst_bytes);
+std::array<std::vector<HashEntry>, 4> make_hash_entries(std::span<const HashedRuns> lists) {
+  std::array<std::vector<HashEntry>, 4> entries;
+  std::vector<NestEntry> of_list;
+  for (size_t number = 0; number < lists.size(); ++number) {
+    const core::RunList& runs = lists[number].runs;
+    const int log2 = std::countr_zero(static_cast<uint64_t>(lists[number].word_bytes));
+    of_list.clear();
+    for (const RunNest& nest : runs.nests()) {
+      add_nest(of_list, log2, nest.run_bytes, runs.loops_of(nest), nest.src_bytes, nest.dst_bytes);
+    }
+    for (const NestEntry& nest : of_list) {
+      entries[static_cast<size_t>(log2)].push_back({nest, static_cast<uint32_t>(number)});
+    }
   }
   return entries;
 }

@@ -5,10 +5,12 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "core/runs.h"
+#include "ops/hash_runs.h"
 #include "ops/run_tiles.h"
 
 namespace torchtitan_ext::ops {
@@ -21,8 +23,9 @@ struct CopyEntries {
 
 CopyEntries make_copy_entries(const core::RunList& runs, uint64_t src, uint64_t dst);
 
-// The same as words of one size only, for hashing: destinations may be any numbers. Sources are aligned to words.
-std::vector<NestEntry> make_word_entries(const core::RunList& runs, int64_t word_bytes);
+// The same for hashing, whose destinations may be any numbers: entry i has words of 1 << i bytes. Sources are aligned to
+// words.
+std::array<std::vector<HashEntry>, 4> make_hash_entries(std::span<const HashedRuns> lists);
 
 // Calls launch(table) for tables that hold all entries, small ones where they suffice.
 template <uint32_t kCapacity, typename Entry, typename Launch>

@@ -88,6 +88,11 @@ struct NestEntry {
   int64_t dst_strides[kMaxNestLoops] = {};
 };
 
+// A nest of one of several lists that are hashed together.
+struct HashEntry : NestEntry {
+  uint32_t list = 0;
+};
+
 TTE_HOST_DEVICE uint64_t unaligned_head_bytes(const SpanEntry& entry) {
   const uint64_t head = (16 - (entry.dst & 15)) & 15;
   return head < entry.num_bytes ? head : entry.num_bytes;
@@ -134,6 +139,7 @@ constexpr uint32_t kSmallCapacity = 16;
 constexpr uint32_t kSpanCapacity = 1160;
 constexpr uint32_t kNestCapacity = 172;
 static_assert(sizeof(SpanTable<kSpanCapacity>) <= 32764 && sizeof(NestTable<kNestCapacity>) <= 32764);
+static_assert(sizeof(Table<HashEntry, kNestCapacity>) <= 32764);
 
 template <typename Word>
 TTE_HOST_DEVICE void copy_span_words(uint64_t dst, uint64_t src, uint32_t num_bytes, uint32_t thread) {

@@ -20,7 +20,7 @@ namespace {
 
 void copy_runs_cuda(const core::RunList&, uintptr_t, uintptr_t, int32_t) { refuse(); }
 
-void hash_runs_cuda(const core::RunList&, int64_t, uint64_t*, int32_t) { refuse(); }
+void hash_runs_cuda(std::span<const HashedRuns>, uint64_t*, int32_t) { refuse(); }
 
 void block_amax_cuda(const BlockedPart&, BlockDtype, BlockDtype, float*, int32_t) { refuse(); }
 

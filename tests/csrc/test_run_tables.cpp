@@ -193,22 +193,25 @@ TEST(RunTables, HashesAgree) {
             expected += core::hash_word(word, (run.dst_bytes + at) / word_bytes);
           }
         }
-        EXPECT_EQ(hash_runs_cpu(runs, word_bytes, parallel_for), expected);
-        uint64_t sum = 0;
+        const std::vector<HashedRuns> lists(3, HashedRuns{runs, word_bytes});
+        std::vector<uint64_t> by_cpu(lists.size());
+        hash_runs_cpu(lists, by_cpu.data(), parallel_for);
+        EXPECT_EQ(by_cpu, std::vector<uint64_t>(lists.size(), expected));
+        std::vector<uint64_t> sums(lists.size());
         const auto add_tiles = [&](const auto& table, auto word) {
           for (uint32_t tile = 0; tile < table.first_tile[table.count]; ++tile) {
+            uint64_t& sum = sums[table.entries[table.entry_of(tile)].list];
             for (uint32_t thread = 0; thread < kTileThreads; ++thread) {
               sum += hash_nest_tile<decltype(word)>(table, tile, thread);
             }
           }
         };
-        for_each_table<kNestCapacity>(make_word_entries(runs, word_bytes), [&](const auto& table) {
-          if (word_bytes == 1) add_tiles(table, Word1{});
-          if (word_bytes == 2) add_tiles(table, Word2{});
-          if (word_bytes == 4) add_tiles(table, Word4{});
-          if (word_bytes == 8) add_tiles(table, Word8{});
-        });
-        EXPECT_EQ(sum, expected);
+        const auto entries = make_hash_entries(lists);
+        for_each_table<kNestCapacity>(entries[0], [&](const auto& table) { add_tiles(table, Word1{}); });
+        for_each_table<kNestCapacity>(entries[1], [&](const auto& table) { add_tiles(table, Word2{}); });
+        for_each_table<kNestCapacity>(entries[2], [&](const auto& table) { add_tiles(table, Word4{}); });
+        for_each_table<kNestCapacity>(entries[3], [&](const auto& table) { add_tiles(table, Word8{}); });
+        EXPECT_EQ(sums, by_cpu);
       }
     }
   }
@@ -288,14 +291,17 @@ TEST(RunTables, BlocksHashTheirTiles) {
   runs.append_box(sizes, {base + 40000, src_strides}, {40000, dst_strides}, 4);
   HostBlock block;
   uint64_t sum = 0;
-  for_each_table<kNestCapacity>(make_word_entries(runs, 4), [&](const auto& table) {
+  const HashedRuns list{runs, 4};
+  for_each_table<kNestCapacity>(make_hash_entries({&list, 1})[2], [&](const auto& table) {
     for (uint32_t tile = 0; tile < table.first_tile[table.count]; ++tile) {
       sum += block.run([&](auto& thread, uint32_t number) {
         return sum_over_block(thread, number, hash_nest_tile<Word4>(table, tile, number));
       })[0];
     }
   });
-  EXPECT_EQ(sum, hash_runs_cpu(runs, 4, parallel_for));
+  uint64_t expected = 0;
+  hash_runs_cpu({&list, 1}, &expected, parallel_for);
+  EXPECT_EQ(sum, expected);
 }
 
 TEST(RunTables, FailedLaunchesNameAnOldDriver) {

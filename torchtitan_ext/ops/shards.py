@@ -252,3 +252,30 @@ def fingerprint_shard(local: Tensor, shard: ShardLike, global_sizes: Sequence[in
 @register_fake("fingerprint_shard")
 def _(shard: Tensor, global_sizes: Sequence[int], chunks: Sequence[int]) -> Tensor:
     return shard.new_empty((), dtype=torch.int64)
+
+
+def fingerprint_shards(
+    locals: Sequence[Tensor], shards: Sequence[ShardLike], global_sizes: Sequence[Sequence[int]]
+) -> Tensor:
+    """``fingerprint_shard`` of many shards in one call.
+
+    Args:
+        locals: At least one, all on one device.
+        shards: What part of its global tensor each of them is.
+        global_sizes: Shapes of the global tensors.
+
+    Returns:
+        The sums, int64 of shape ``(len(locals),)`` on the device of the shards, which is not waited for.
+    """
+    name = "fingerprint_shards"
+    given = listed(name, "locals", locals)
+    if not given:
+        raise ValueError(f"{name}: got no tensors, expected at least one")
+    tables = shard_tables(name, given, shards, global_sizes)
+    check_shapes(name, given, shards)
+    return call(name, (given, tables))
+
+
+@register_fake("fingerprint_shards")
+def _(shards: Sequence[Tensor], tables: Sequence[int]) -> Tensor:
+    return shards[0].new_empty((len(shards),), dtype=torch.int64)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import inspect
 import io
+import itertools
 import struct
 import types
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +27,9 @@ from torchtitan_ext.layout.wrapper import parts_of
 from torchtitan_ext.state.host_copies import host_copies
 
 _DIGEST_BYTES = 16
+
+# Of shards that are summed in one call, some of which may be copies that were made for it.
+_BATCH_BYTES = 256 << 20
 
 
 def digest_tensor(tensor: torch.Tensor) -> bytes:
@@ -113,14 +117,77 @@ def bit_sums(tensors: Mapping[Key, torch.Tensor]) -> tuple[dict[Key, int], dict[
     Reads at the speed of memory, on the tensors' devices; two different tensors have equal sums with a probability of
     2^-64.
     """
-    sums: dict[Key, torch.Tensor] = {}
-    errors: dict[Key, Exception] = {}
+    sums = ShardSums[Key]()
     for key, local in tensors.items():
+        sums.add_box(key, local, (0,) * local.dim(), tuple(local.shape))
+    return sums.found()
+
+
+class ShardSums(Generic[Key]):
+    """The sums of many shards (``ops.fingerprint_shards``), by keys of the caller's: few calls of the operator, and one
+    transfer per device."""
+
+    def __init__(self) -> None:
+        self._errors: dict[Key, Exception] = {}
+        self._waiting: dict[torch.device, dict[Key, tuple[torch.Tensor, LocalShard, tuple[int, ...]]]] = {}
+        self._waiting_bytes = 0
+        self._sums: dict[torch.device, list[tuple[Sequence[Key], torch.Tensor]]] = {}
+
+    def add(self, key: Key, elements: torch.Tensor, shard: LocalShard, global_shape: tuple[int, ...]) -> None:
+        """Adds a shard, whose elements may be read later: they must not change before ``numbers``, or ``found``."""
         try:
-            sums[key] = sum_box(local, (0,) * local.dim(), tuple(local.shape))
-        except Exception as error:  # such as a dtype or device that the operator does not know
-            errors[key] = error
-    return fetch_sums(sums), errors
+            plain = elements.resolve_conj().resolve_neg()
+            self._waiting.setdefault(plain.device, {})[key] = plain, shard, global_shape
+            self._waiting_bytes += plain.numel() * plain.itemsize
+        except Exception as error:
+            self._errors[key] = error
+        if self._waiting_bytes >= _BATCH_BYTES:
+            self._sum()
+
+    def add_box(
+        self, key: Key, elements: torch.Tensor, offsets: tuple[int, ...], global_shape: tuple[int, ...]
+    ) -> None:
+        """Adds one box of a global tensor."""
+        self.add(key, elements, shard_of_box(offsets, tuple(elements.shape)), global_shape)
+
+    def numbers(self) -> dict[Key, int]:
+        """The sums, on each device in the order in which shards were added.
+
+        Raises:
+            Exception: One of them has none: whatever the operator raises for it.
+        """
+        numbers, errors = self.found()
+        for error in errors.values():
+            raise error
+        return numbers
+
+    def found(self) -> tuple[dict[Key, int], dict[Key, Exception]]:
+        """The sums; and why other shards have none, such as a dtype or device that the operator does not know."""
+        self._sum()
+        numbers: dict[Key, int] = {}
+        for batches in self._sums.values():
+            keys = itertools.chain.from_iterable(of_batch for of_batch, _ in batches)
+            numbers.update(zip(keys, torch.cat([sums for _, sums in batches]).tolist(), strict=True))
+        return numbers, self._errors
+
+    def _sum(self) -> None:
+        for device, waiting in self._waiting.items():
+            batches = self._sums.setdefault(device, [])
+            try:
+                batches.append((list(waiting), _sums_of(list(waiting.values()))))
+            except Exception:  # one by one, to know which
+                for key, part in waiting.items():
+                    try:
+                        batches.append(([key], sum_shard(*part).view(1)))
+                    except Exception as error:
+                        self._errors[key] = error
+        self._waiting, self._waiting_bytes = {}, 0
+
+
+def _sums_of(parts: Sequence[tuple[torch.Tensor, LocalShard, tuple[int, ...]]]) -> torch.Tensor:
+    elements, shards, shapes = zip(*parts, strict=True)
+    with torch.no_grad():
+        return ops.fingerprint_shards(elements, shards, shapes)
 
 
 def sum_box(elements: torch.Tensor, offsets: tuple[int, ...], global_shape: tuple[int, ...]) -> torch.Tensor:
@@ -132,18 +199,6 @@ def sum_shard(elements: torch.Tensor, shard: LocalShard, global_shape: tuple[int
     """The same of a shard."""
     with torch.no_grad():
         return ops.fingerprint_shard(elements.resolve_conj().resolve_neg(), shard, global_shape)
-
-
-def fetch_sums(sums: Mapping[Key, torch.Tensor]) -> dict[Key, int]:
-    """The numbers of 0-d int64 tensors: one transfer per device instead of one per tensor."""
-    of_device: dict[torch.device, list[Key]] = {}
-    for key, total in sums.items():
-        of_device.setdefault(total.device, []).append(key)
-    return {
-        key: number
-        for keys in of_device.values()
-        for key, number in zip(keys, torch.stack([sums[key] for key in keys]).tolist(), strict=True)
-    }
 
 
 def digest_large(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:

@@ -137,8 +137,7 @@ def prove_load(
     steps = agreement.joint.steps_of(phases.rank)
 
     def sum_own() -> _Summed:
-        failed = _sum_all(own, keys, steps, summer, phases)
-        sums = summer.table()
+        sums, failed = _sum_all(own, keys, steps, summer, phases)
         share = [
             (fqn, source_of[fqn])
             for number, fqn in enumerate(keys)
@@ -226,17 +225,18 @@ def _why_changed(value: Any, fqn: str, source: OpenSource) -> str | None:
 
 def _sum_all(
     own: _OwnTensors, keys: Sequence[str], steps: Mapping[str, Steps], summer: TensorSummer, phases: Phases
-) -> dict[str, str]:
+) -> tuple[SumTable, dict[str, str]]:
     """Sums the tensors of this rank; why some cannot be summed."""
-    failed: dict[str, str] = {}
+    failed: dict[str, Exception] = {}
     for fqn in keys:
         if fqn in own.values:
             phases.at(fqn)
             try:
                 summer.add(fqn, own.values[fqn], own.entries[fqn], steps.get(fqn))
-            except (RuntimeError, ValueError) as error:  # a dtype or device that the operator does not know
-                failed[fqn] = f"it cannot be summed ({first_line(error)})"
-    return failed
+            except (RuntimeError, ValueError) as error:  # a wrapper that gives no dense values
+                failed[fqn] = error
+    sums, errors = summer.found()
+    return sums, {fqn: f"it cannot be summed ({first_line(error)})" for fqn, error in {**failed, **errors}.items()}
 
 
 def _stored_sum(fqn: str, source: OpenSource) -> int | str | None:

@@ -23,7 +23,7 @@ from torchtitan_ext.errors import Problem
 from torchtitan_ext.layout.dtensor import local_tensor, local_view
 from torchtitan_ext.layout.layout import Box, LayoutRules, Steps, shard_of
 from torchtitan_ext.layout.wrapper import dense_values
-from torchtitan_ext.state.value_digest import fetch_sums, sum_box, sum_shard
+from torchtitan_ext.state.value_digest import ShardSums
 
 _BOXES = "boxes"  # the replica of every tensor that describes its own boxes
 
@@ -34,29 +34,45 @@ class TensorSummer:
     def __init__(self) -> None:
         # The list of a mesh's ranks is too long to send, and to compare with every tensor.
         self._mesh_names: dict[int, str] = {}
-        self._sums: dict[str, dict[Box | None, Tensor]] = {}
+        self._sums = ShardSums[tuple[str, Box | None]]()
+        self._boxes: dict[str, list[Box | None]] = {}
         self._kinds: dict[str, dict[str, Any]] = {}
 
     def add(self, fqn: str, value: Tensor, entry: TensorEntry | BoxesEntry, steps: Steps | None) -> None:
-        """Sums a tensor, on its device; ``steps`` is its sharding order where it is on a mesh."""
+        """Adds a tensor, which is summed on its device; ``steps`` is its sharding order where it is on a mesh."""
         shape, dtype = tuple(entry.global_shape), entry.dtype
-        sums: dict[Box | None, Tensor] = {}
+        boxes = self._boxes[fqn] = []
         if isinstance(entry, TensorEntry):
             local = local_tensor(value)
-            dtype, sums[None] = local.dtype, sum_shard(dense_values(local), shard_of(entry.report, steps), shape)
+            dtype = local.dtype
+            boxes.append(None)
+            self._sums.add((fqn, None), dense_values(local), shard_of(entry.report, steps), shape)
         else:
             for offsets, elements in held_boxes(value, entry, steps):
-                sums[offsets, tuple(elements.shape)] = sum_box(elements, offsets, shape)
-        self._sums[fqn] = sums
+                boxes.append((offsets, tuple(elements.shape)))
+                self._sums.add_box((fqn, boxes[-1]), elements, offsets, shape)
         self._kinds[fqn] = {"dtype": str(dtype), "shape": shape, "replica": self.replica_of(entry)}
 
     def table(self) -> SumTable:
-        """The sums of all tensors: one transfer per device instead of one per tensor."""
-        table = SumTable()
-        numbers = fetch_sums({(fqn, box): total for fqn, sums in self._sums.items() for box, total in sums.items()})
-        for fqn, sums in self._sums.items():
-            table.add_key(fqn, {box: numbers[fqn, box] for box in sums}, **self._kinds[fqn])
+        """The sums of all tensors.
+
+        Raises:
+            Exception: One of them cannot be summed: whatever the operator raises.
+        """
+        table, errors = self.found()
+        for error in errors.values():
+            raise error
         return table
+
+    def found(self) -> tuple[SumTable, dict[str, Exception]]:
+        """The sums; and why others cannot be summed, such as those of a dtype that the operator does not know."""
+        table = SumTable()
+        numbers, of_boxes = self._sums.found()
+        errors = {fqn: error for (fqn, _), error in of_boxes.items()}
+        for fqn, boxes in self._boxes.items():
+            if fqn not in errors:
+                table.add_key(fqn, {box: numbers[fqn, box] for box in boxes}, **self._kinds[fqn])
+        return table, errors
 
     def replica_of(self, entry: TensorEntry | BoxesEntry) -> str:
         """Equal on all ranks that hold parts of one replica; empty for a plain tensor."""

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 
 from torchtitan_ext import _core
 from torchtitan_ext.state.host_copies import takes_operators
-from torchtitan_ext.state.value_digest import fetch_sums, sum_box
+from torchtitan_ext.state.value_digest import ShardSums
 from torchtitan_ext.storage.checkpoint_files import index_path, shared_name, shown
 from torchtitan_ext.storage.commit.opened import OpenedCheckpoint, has_footer
 from torchtitan_ext.storage.location import Location, Place
@@ -135,7 +135,7 @@ def _records_of(
     Args:
         values: Gets what the planner gives; ``None`` if it can be asked again.
     """
-    totals: dict[MetadataIndex, torch.Tensor] = {}
+    sums = ShardSums[MetadataIndex]()
     forms: dict[MetadataIndex, tuple[str, tuple[int, ...]]] = {}
     has_operators: dict[torch.device, bool] = {torch.device("cpu"): True}
     for item in items:
@@ -154,12 +154,12 @@ def _records_of(
         if not has_operators[raw.device]:
             raw = raw.cpu()
         offsets = tuple(item.index.offset or (0,) * raw.dim())
-        with contextlib.suppress(RuntimeError, ValueError):  # it lies in no tensor of the global size
-            totals[item.index] = sum_box(raw, offsets, tuple(item.tensor_data.size))
-            forms[item.index] = NAMES[raw.dtype], tuple(raw.shape)
+        sums.add_box(item.index, raw, offsets, tuple(item.tensor_data.size))
+        forms[item.index] = NAMES[raw.dtype], tuple(raw.shape)
+    numbers, _ = sums.found()  # without those that lie in no tensor of the global size
     return {
         key: _core.SavedRecord((key.fqn, key.offset, key.index), *forms[key], _core.add_sums(total))
-        for key, total in fetch_sums(totals).items()
+        for key, total in numbers.items()
     }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchtitan_ext import ops
 from torchtitan_ext.layout.dtensor import as_bytes, local_view
-from torchtitan_ext.state.value_digest import fetch_sums, sum_box, sum_shard
+from torchtitan_ext.state.value_digest import ShardSums, sum_shard
 from torchtitan_ext.transfer.changed.changes import Changes, HeldTensor
 
 _OFFSET_BYTES = 2  # of a position inside its block
@@ -128,13 +128,12 @@ class KeptHashes:
 
     def _sums_of(self, tensors: Sequence[Tensor]) -> list[list[int]]:
         """Per tensor those of its blocks."""
-        sums = {
-            (at, number): sum_box(elements, offsets, held.global_shape)
-            for at, (tensor, held) in enumerate(zip(tensors, self._held, strict=True))
-            for number, (offsets, elements) in enumerate(_blocks(tensor, held))
-        }
+        sums = ShardSums[tuple[int, int]]()
+        for at, (tensor, held) in enumerate(zip(tensors, self._held, strict=True)):
+            for number, (offsets, elements) in enumerate(_blocks(tensor, held)):
+                sums.add_box((at, number), elements, offsets, held.global_shape)
         of_tensors: list[list[int]] = [[] for _ in tensors]
-        for (at, _), total in fetch_sums(sums).items():
+        for (at, _), total in sums.numbers().items():
             of_tensors[at].append(total)
         return of_tensors
 
