@@ -21,7 +21,7 @@ from torchtitan_ext.checkpoint.tables.key_table import (
 )
 from torchtitan_ext.errors import Problem
 from torchtitan_ext.layout.dtensor import local_tensor, local_view
-from torchtitan_ext.layout.layout import Box, LayoutRules, Steps, shard_of
+from torchtitan_ext.layout.layout import Box, LayoutRules, LocalShard, ShardReport, Steps, shard_of
 from torchtitan_ext.layout.wrapper import dense_values
 from torchtitan_ext.state.value_digest import ShardSums
 
@@ -37,6 +37,8 @@ class TensorSummer:
         self._sums = ShardSums[tuple[str, Box | None]]()
         self._boxes: dict[str, list[Box | None]] = {}
         self._kinds: dict[str, dict[str, Any]] = {}
+        # Tensors that are held alike share a report, which keeps its id here.
+        self._shards: dict[tuple[int, Steps | None], tuple[ShardReport, LocalShard]] = {}
 
     def add(self, fqn: str, value: Tensor, entry: TensorEntry | BoxesEntry, steps: Steps | None) -> None:
         """Adds a tensor, which is summed on its device; ``steps`` is its sharding order where it is on a mesh."""
@@ -46,7 +48,7 @@ class TensorSummer:
             local = local_tensor(value)
             dtype = local.dtype
             boxes.append(None)
-            self._sums.add((fqn, None), dense_values(local), shard_of(entry.report, steps), shape)
+            self._sums.add((fqn, None), dense_values(local), self._shard_of(entry.report, steps), shape)
         else:
             for offsets, elements in held_boxes(value, entry, steps):
                 boxes.append((offsets, tuple(elements.shape)))
@@ -73,6 +75,12 @@ class TensorSummer:
             if fqn not in errors:
                 table.add_key(fqn, {box: numbers[fqn, box] for box in boxes}, **self._kinds[fqn])
         return table, errors
+
+    def _shard_of(self, report: ShardReport, steps: Steps | None) -> LocalShard:
+        alike = id(report), steps
+        if alike not in self._shards:
+            self._shards[alike] = report, shard_of(report, steps)
+        return self._shards[alike][1]
 
     def replica_of(self, entry: TensorEntry | BoxesEntry) -> str:
         """Equal on all ranks that hold parts of one replica; empty for a plain tensor."""
