@@ -151,6 +151,10 @@ def test_sums_of_many_shards_say_which_one_has_none(monkeypatch: pytest.MonkeyPa
     }
     with pytest.raises(ValueError, match="sparse"):
         sums.numbers()
+    alone = value_digest.ShardSums[int]()
+    assert alone.found() == ({}, {})
+    alone.add_box(0, tensors[0].to_sparse(), (0,), (7,))
+    assert alone.found()[0] == {} and alone.found()[1].keys() == {0}
 
 
 def test_op_refusals_and_opcheck() -> None:

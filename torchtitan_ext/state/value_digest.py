@@ -157,15 +157,15 @@ class ShardSums(Generic[Key]):
             Exception: One of them has none: whatever the operator raises for it.
         """
         numbers, errors = self.found()
-        for error in errors.values():
-            raise error
+        if errors:
+            raise next(iter(errors.values()))
         return numbers
 
     def found(self) -> tuple[dict[Key, int], dict[Key, Exception]]:
         """The sums; and why other shards have none, such as a dtype or device that the operator does not know."""
         self._sum()
         numbers: dict[Key, int] = {}
-        for batches in self._sums.values():
+        for batches in filter(None, self._sums.values()):
             keys = itertools.chain.from_iterable(of_batch for of_batch, _ in batches)
             numbers.update(zip(keys, torch.cat([sums for _, sums in batches]).tolist(), strict=True))
         return numbers, self._errors

@@ -43,7 +43,7 @@ class TensorSummer:
     def add(self, fqn: str, value: Tensor, entry: TensorEntry | BoxesEntry, steps: Steps | None) -> None:
         """Adds a tensor, which is summed on its device; ``steps`` is its sharding order where it is on a mesh."""
         shape, dtype = tuple(entry.global_shape), entry.dtype
-        boxes = self._boxes[fqn] = []
+        boxes: list[Box | None] = []
         if isinstance(entry, TensorEntry):
             local = local_tensor(value)
             dtype = local.dtype
@@ -53,6 +53,7 @@ class TensorSummer:
             for offsets, elements in held_boxes(value, entry, steps):
                 boxes.append((offsets, tuple(elements.shape)))
                 self._sums.add_box((fqn, boxes[-1]), elements, offsets, shape)
+        self._boxes[fqn] = boxes
         self._kinds[fqn] = {"dtype": str(dtype), "shape": shape, "replica": self.replica_of(entry)}
 
     def table(self) -> SumTable:
@@ -62,8 +63,8 @@ class TensorSummer:
             Exception: One of them cannot be summed: whatever the operator raises.
         """
         table, errors = self.found()
-        for error in errors.values():
-            raise error
+        if errors:
+            raise next(iter(errors.values()))
         return table
 
     def found(self) -> tuple[SumTable, dict[str, Exception]]:
