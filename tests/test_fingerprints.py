@@ -94,7 +94,7 @@ def random_shards(device: str) -> tuple[list[Tensor], list[LocalShard], list[tup
     draw = random.Random(5)
     dtypes = [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128]
     tensors, shards, shapes = [], [], []
-    for number in range(400):
+    for _ in range(400):
         rows, columns = draw.choice([0, 1, 3, 40]), draw.choice([1, 7, 33])
         local = random_tensor((columns, rows), draw.choice(dtypes), device).t()
         halves = (
