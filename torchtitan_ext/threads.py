@@ -10,7 +10,8 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from weakref import WeakSet
 
 # For all threads together. One that hangs longer does not come back before the process is gone.
@@ -29,7 +30,21 @@ class BackgroundThread(threading.Thread):
         super().__init__(name=name, target=run, daemon=True)
         self.ask_to_end = end
         _running.add(self)
-        self.start()
+        with naming_the_limit():
+            self.start()
+
+
+@contextmanager
+def naming_the_limit() -> Iterator[None]:
+    """Around the start of a thread: an error says what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "new thread" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{error}; raise the number of threads that this user (ulimit -u) or container (pids.max) may have"
+        ) from error
 
 
 _running: WeakSet[BackgroundThread] = WeakSet()

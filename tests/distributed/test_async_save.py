@@ -6,9 +6,11 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -252,6 +254,38 @@ def test_a_caller_interrupted_while_it_waits_for_the_rest_commits_nothing(tmp_pa
         if thread.name.startswith("torchtitan_ext.async_save"):
             thread.join(60)
     assert not (tmp_path / "step").exists()
+
+
+def save_without_a_thread(rank: int, world_size: int, path: Path) -> str:
+    no_thread = mock.patch.object(ThreadPoolExecutor, "submit", side_effect=RuntimeError("can't start new thread"))
+    with no_thread if rank == 1 else nullcontext(), pytest.raises(tte.errors.CheckpointFailedError) as caught:
+        tte.async_save({"w": torch.ones(3)}, path, timeout_seconds=20)
+    assert tte.async_save({"w": torch.ones(3)}, path, timeout_seconds=20).result().num_bytes > 0
+    return str(caught.value)
+
+
+def test_a_rank_that_can_start_no_thread_tells_all(run_world, tmp_path: Path) -> None:
+    text, other = run_world(2, save_without_a_thread, tmp_path / "step")
+    assert text == other and "1 rank(s): rank 1: RuntimeError: can't start new thread; raise the number of" in text
+    assert "in phase stage" in text
+
+
+def test_a_caller_interrupted_when_the_thread_has_the_state_saves_all_of_it(tmp_path: Path) -> None:
+    submit = ThreadPoolExecutor.submit
+
+    def submit_and_interrupt(pool: ThreadPoolExecutor, work: Any, *arguments: Any) -> Any:
+        future = submit(pool, work, *arguments)
+        if arguments:
+            raise KeyboardInterrupt
+        return future
+
+    with mock.patch.object(ThreadPoolExecutor, "submit", submit_and_interrupt), pytest.raises(KeyboardInterrupt):
+        tte.async_save({"w": torch.ones(3), "n": 5}, tmp_path / "step")
+    for thread in threading.enumerate():
+        if thread.name.startswith("torchtitan_ext.async_save"):
+            thread.join(60)
+    tte.load(state := {"w": torch.zeros(3), "n": 0}, tmp_path / "step")
+    assert state["n"] == 5 and state["w"].tolist() == [1, 1, 1]
 
 
 def save_trained_in_a_child(rank: int, world_size: int, layout: Layout, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 import torchtitan_ext as tte
 from torchtitan_ext.checkpoint.operation.phases import Phases
-from torchtitan_ext.errors import LostRankError
+from torchtitan_ext.errors import CheckpointFailedError, LostRankError
 from torchtitan_ext.ranks import watch as turns
 from torchtitan_ext.ranks.side_group import side_group_of
 from torchtitan_ext.ranks.watch import Turn
@@ -79,16 +80,32 @@ def test_the_next_begins_when_the_first_has_ended(run_world: Callable[..., Any])
 
 
 def fail_to_begin(rank: int, world_size: int) -> bool:
-    with (
-        mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")),
-        pytest.raises(RuntimeError, match="new thread"),
-    ):
+    with mock.patch.object(turns, "store_of", side_effect=RuntimeError("gone")), pytest.raises(RuntimeError):
         Phases("save")
     return not turns._last
 
 
 def test_what_cannot_begin_holds_up_nobody(run_world: Callable[..., Any]) -> None:
     assert run_world(1, fail_to_begin) == [True]
+
+
+def begin_without_a_thread(rank: int, world_size: int) -> tuple[str, bool]:
+    no_thread = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
+    with pytest.raises(CheckpointFailedError) as caught:
+        with no_thread if rank == 1 else nullcontext(), Phases("save", path="/step", timeout_seconds=20) as phases:
+            phases.on_all("plan", lambda: rank, doing="testing")
+    assert not turns._last
+    with Phases("save", timeout_seconds=20) as phases:
+        return str(caught.value), phases.on_all("plan", lambda: rank, doing="testing") == [0, 1]
+
+
+def test_a_rank_that_can_start_no_thread_tells_all(run_world: Callable[..., Any]) -> None:
+    (text, goes_on), other = run_world(2, begin_without_a_thread)
+    assert (text, goes_on) == other and goes_on
+    assert text.startswith(
+        "save failed on 1 rank(s): rank 1: RuntimeError: can't start new thread; raise the number of"
+    )
+    assert "(ulimit -u) or container (pids.max)" in text and text.endswith("(in phase plan of /step)")
 
 
 def test_nobody_waits_for_one_that_is_lost() -> None:

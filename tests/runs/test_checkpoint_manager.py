@@ -354,6 +354,38 @@ def test_what_one_rank_refuses_is_refused_by_all(run_world: Callable[..., Any], 
     run_world(3, refuse_on_one_rank, tmp_path)
 
 
+class Interrupting(dict[str, Any]):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyboardInterrupt
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": 1}
+
+
+def interrupt_a_resume(rank: int, world_size: int, path: Path) -> str:
+    component = Interrupting()
+    manager = Manager(path, timeout_seconds=20, component=component)
+    for step in (1, 2):
+        manager.save(state_of(step), step)
+    if rank == 0:
+        component.load_state_dict = component.update  # type: ignore[method-assign]
+    with pytest.raises(BaseException) as caught:
+        manager.resume(state_of(0))
+    if rank == 0:
+        assert isinstance(caught.value, CheckpointFailedError) and caught.value.was_interrupted
+    dist.monitored_barrier()
+    manager.close()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_no_rank_searches_for_damage_without_one_that_was_interrupted(
+    run_world: Callable[..., Any], tmp_path: Path
+) -> None:
+    text, own = run_world(2, interrupt_a_resume, tmp_path)
+    assert own == "KeyboardInterrupt: "
+    assert text.startswith("CheckpointFailedError: load failed on 1 rank(s): rank 1: KeyboardInterrupt: ")
+
+
 # ---- models and optimizers as objects ----
 
 

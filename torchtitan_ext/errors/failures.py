@@ -410,6 +410,7 @@ class CheckpointFailedError(TorchtitanExtError, RuntimeError):
         path: The checkpoint.
         is_of_storage: Whether storage failed on each of these ranks, see ``is_of_storage``: the state is fine, and
             another place may take it.
+        was_interrupted: Whether one of them was interrupted: it raises that itself, and makes no further call.
     """
 
     operation: str
@@ -418,6 +419,7 @@ class CheckpointFailedError(TorchtitanExtError, RuntimeError):
     step: str = ""
     path: str = ""
     is_of_storage: bool = False
+    was_interrupted: bool = False
 
     def __str__(self) -> str:
         ranks = "; ".join(f"rank {rank}: {failure}" for rank, failure in self.failures.items())
@@ -481,13 +483,15 @@ class WorkerLostError(TorchtitanExtError, RuntimeError):
     What to do: fewer processes, or less memory for each.
 
     Attributes:
-        exit_code: The process's exit code, which after a signal is minus its number.
+        exit_code: The process's exit code, which after a signal is minus its number; ``None`` where the system does not
+            keep it, because this process ignores SIGCHLD.
     """
 
-    exit_code: int
+    exit_code: int | None
 
     def __str__(self) -> str:
-        how = f"was killed by signal {-self.exit_code}" if self.exit_code < 0 else f"ended with {self.exit_code}"
+        code = self.exit_code
+        how = "died" if code is None else f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
         return f"a worker process {how}; nothing was changed; try fewer processes or less memory"
 
 

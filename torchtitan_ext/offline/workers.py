@@ -54,14 +54,13 @@ def run_tasks(
                 try:
                     kind, content = receiver.recv()
                 except EOFError:
-                    worker = workers.pop(receiver)
-                    worker.join()
-                    if worker.exitcode != 0:
-                        raise WorkerLostError(worker.exitcode) from None
-                    continue
+                    workers[receiver].join()
+                    raise WorkerLostError(workers[receiver].exitcode) from None
                 if kind == "error":
                     raise content
-                if kind == "progress":
+                if kind == "end":
+                    workers.pop(receiver).join()
+                elif kind == "progress":
                     progress(content)
                 else:
                     results |= content
@@ -101,6 +100,8 @@ def _work(task: Callable[[int, OnBytes], Any], num_tasks: int, next_task: Any, s
                 number = next_task.value
                 next_task.value = number + 1
             if number >= num_tasks:
+                # Exit codes are lost where SIGCHLD is ignored, as a parent may have left it.
+                sender.send(("end", None))
                 return
             result = task(number, lambda num_bytes: sender.send(("progress", num_bytes)))
             sender.send(("result", {number: result}))

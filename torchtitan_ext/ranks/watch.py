@@ -140,7 +140,7 @@ class Watch:
         self._store = store_of(group)
         self._cloned = self._store
         self._prefix = f"torchtitan_ext/watch/{group.group_name}"
-        self._standing = Standing("", "", time.monotonic())
+        self._standing = Standing("", "it began; nothing was changed", time.monotonic())
         self._deadline: float | None = None
         # All below is guarded by the condition.
         self._changed = threading.Condition()
@@ -152,8 +152,16 @@ class Watch:
         self._is_closed = False
         self._exchange: _Exchange | None = None
         self._thread: threading.Thread | None = None
-        if can_be_asked(self._store):
-            self._thread = BackgroundThread("torchtitan_ext.watch", self._run, end=self._ask_to_end)
+        self.start_error: RuntimeError | None = None
+        """Why there is no thread: for the first phase, which tells all ranks."""
+        try:
+            if can_be_asked(self._store):
+                self._thread = BackgroundThread("torchtitan_ext.watch", self._run, end=self._ask_to_end)
+        except RuntimeError as error:
+            self.start_error = error
+        except BaseException as error:  # an interrupt: the thread has begun
+            self.leave(error)
+            raise
 
     def close(self) -> None:
         """Ends the thread. A thread that hangs in its store is left behind."""

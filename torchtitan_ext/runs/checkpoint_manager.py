@@ -24,6 +24,7 @@ from torchtitan_ext.checkpoint.operation.saves import Call, save_later, save_now
 from torchtitan_ext.checkpoint.operation.unasked import raise_unasked
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, check_rules
 from torchtitan_ext.errors import (
+    CheckpointFailedError,
     DifferentCallsError,
     LostRankError,
     NoCheckpointError,
@@ -422,6 +423,8 @@ def _may_be_damage(error: TorchtitanExtError) -> bool:
     """Whether a load may have failed for the files of its step, which are verified then."""
     if isinstance(error, StateRefusedError):
         return any(problem.kind == "broken_checkpoint" for problem in error.problems)
+    if isinstance(error, CheckpointFailedError):
+        return not error.was_interrupted
     return not isinstance(error, (LostRankError, DifferentCallsError, ProofFailedError, WrongValueError))
 
 

@@ -1,15 +1,21 @@
 """Phases of one operation: an error of any rank reaches all of them, as ours."""
 
 import re
+import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.errors import CheckpointFailedError, CheckpointReadError
+from torchtitan_ext.ranks.exchange import all_gather_bytes
+from torchtitan_ext.ranks.groups import store_of
 
 
 def fail_on_rank_1(rank: int, world_size: int, error: type[Exception], undefined: tuple[str, ...]) -> str:
@@ -124,6 +130,47 @@ def test_who_is_told_to_end_ends_and_the_others_are_told(run_world: Callable[...
     other, own = run_world(2, leave_in_a_phase, error)
     assert own == repr(error)
     assert other.startswith(f"CheckpointFailedError('save', {{1: '{type(error).__name__}: ")
+
+
+def leave_between_phases(rank: int, world_size: int, where: str) -> tuple[str, float]:
+    start = threading.Thread.start
+
+    def start_and_interrupt(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    begun = time.monotonic()
+    is_interrupted = mock.patch.object(threading.Thread, "start", start_and_interrupt)
+    with is_interrupted if (rank, where) == (1, "beginning") else nullcontext(), pytest.raises(BaseException) as caught:
+        with Phases("save", path="/step", timeout_seconds=60) as phases:
+            phases.on_all("plan", lambda: rank, doing="ranks planned")
+            if rank == 1:
+                raise KeyboardInterrupt
+            phases.on_all("write", lambda: rank, doing="ranks wrote")
+    seconds = time.monotonic() - begun
+    store = store_of(dist.group.WORLD)
+    if rank == 0:
+        store.set("rank 0 has heard", "")
+    else:  # what rank 0 gave up comes to its end, else the group could not be destroyed
+        store.wait(["rank 0 has heard"])
+        all_gather_bytes(None, torch.zeros(1024, dtype=torch.uint8))
+    return f"{type(caught.value).__name__}: {caught.value}", seconds
+
+
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        ("beginning", " of /step while it began; nothing was changed"),
+        ("between", " in phase plan of /step while ranks planned"),
+    ],
+)
+def test_who_is_interrupted_between_two_phases_tells_the_others(
+    run_world: Callable[..., Any], where: str, told: str
+) -> None:
+    (text, seconds), (own, _) = run_world(2, leave_between_phases, where)
+    assert own == "KeyboardInterrupt: "
+    assert text.startswith(f"LostRankError: save failed{told}; all ranks answered a roll call; rank 1 left: KeyboardI")
+    assert seconds < 20
 
 
 def test_a_process_alone_needs_no_group() -> None:

@@ -83,6 +83,17 @@ def die_at_two(number: int, progress: OnBytes) -> int:
     return number
 
 
+def test_a_process_that_ignores_the_end_of_its_children() -> None:
+    """As a launcher may leave it to the programs that it starts: nobody hears of exit codes."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert run_tasks(lambda number, _: number**2, 5, 2, lambda _: None) == [0, 1, 4, 9, 16]
+        with pytest.raises(WorkerLostError, match="a worker process died; nothing was changed; try fewer processes"):
+            run_tasks(die_at_two, 5, 2, lambda _: None)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 def test_a_worker_that_is_killed_is_an_error() -> None:
     with pytest.raises(WorkerLostError, match="killed by signal 9"):
         run_tasks(die_at_two, 5, 2, lambda _: None)

@@ -1,13 +1,17 @@
 """Whose lock is dead: other threads, users, machines and clocks; and when other machines see what a lock says."""
 
 import errno
+import gc
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -222,3 +226,76 @@ def test_another_machine_holds_the_lock_while_it_touches_it(living: LockState, t
     with pytest.raises(SaveInProgressError, match="process"):
         remove_dead_lock(path)
     lock.release()
+
+
+class InterruptAt:
+    """Raises KeyboardInterrupt before one line of a lock's code, or of the start of its thread, as a signal does."""
+
+    def __init__(self, number: int) -> None:
+        self.lines_left = number
+
+    def __call__(self, frame: FrameType, event: str, value: object) -> Any:
+        code = frame.f_code
+        is_of_lock = code.co_filename == save_lock.__file__ and code.co_name != "__del__"
+        return self.before_line if is_of_lock or code is threading.Thread.start.__code__ else None
+
+    def before_line(self, frame: FrameType, event: str, value: object) -> Any:
+        self.lines_left -= event == "line"
+        if self.lines_left == 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return self.before_line
+
+
+def hold(path: Path) -> None:
+    lock = None
+    try:
+        lock = SaveLock.acquire(path, "1" * 32, path.parent)
+        lock.add_line("{}")
+        lock.release()
+    finally:
+        if lock is not None:
+            lock.release()  # as a save that has failed does
+
+
+def test_no_interrupt_leaves_a_lock_of_a_thread_that_lives_on(tmp_path: Path) -> None:
+    """Saves by other threads, and by other processes, would be refused until this one ends."""
+    path, before, number = tmp_path / "lock", sys.gettrace(), 0
+    while True:
+        number += 1
+        interrupt = InterruptAt(number)
+        sys.settrace(interrupt)
+        try:
+            hold(path)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        if interrupt.lines_left > 0:
+            break
+        gc.collect()
+        assert os.listdir(tmp_path) == [], number
+    assert number > 50
+
+
+def test_a_lock_without_its_thread_is_none(tmp_path: Path) -> None:
+    with (
+        mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")),
+        pytest.raises(RuntimeError, match="can't start new thread; raise the number of threads .*ulimit -u"),
+    ):
+        SaveLock.acquire(tmp_path / "lock", "1" * 32, tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_fork_does_not_take_the_lock_of_its_parent_along(tmp_path: Path) -> None:
+    lock = SaveLock.acquire(tmp_path / "lock", "1" * 32, tmp_path)
+    child = os.fork()
+    if child == 0:
+        del lock
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    lock.check()
+    del lock
+    gc.collect()
+    assert os.listdir(tmp_path) == []

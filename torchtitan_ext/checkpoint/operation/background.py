@@ -25,6 +25,7 @@ from torchtitan_ext.errors import WrongValueError, clear_frames
 from torchtitan_ext.ranks.side_group import GroupOffer
 from torchtitan_ext.storage import FileWriter
 from torchtitan_ext.storage.weights.writer import SafetensorsWriter
+from torchtitan_ext.threads import naming_the_limit
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,8 @@ def save_in_background(
     def stage() -> tuple[GroupOffer | None, GroupOffer]:
         nonlocal staged
         staged = _staged_by(stager, values, writer, phases)
+        with naming_the_limit():
+            thread.submit(int).result()  # begins here, where all ranks hear of it if it cannot
         return phases.offer_side_group(), GroupOffer(staged.group_name, uuid.uuid4().hex)
 
     def save_staged() -> SaveResult:
@@ -90,18 +93,20 @@ def save_in_background(
     def run(attempt: SaveJob) -> SaveResult:
         return staged.run(writer if attempt is job else writer_at(attempt), attempt, phases, offers_of_children)
 
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torchtitan_ext.async_save")
     try:
         raise_unasked(phases)
         values, job = ask_for_states(state_dict, job, phases)
         writer = writer_at(job)
         offers, offers_of_children = zip(*phases.on_all("stage", stage, doing=_COPYING), strict=True)
         phases.use_side_group(offers)
-    except BaseException:
+        saved.set_running_or_notify_cancel()
+    except BaseException as error:
         staged.clear()
-        phases.close()
+        phases.close(error)
+        thread.shutdown(wait=False)
         raise
-    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torchtitan_ext.async_save")
-    saved.set_running_or_notify_cancel()
+    # From here on the values and the phases are the thread's, even where an interrupt ends this call.
     thread.submit(_finish, save_staged, saved)
     thread.shutdown(wait=False)
     if isinstance(staged, _SaveHere) and staged.portions is not None:

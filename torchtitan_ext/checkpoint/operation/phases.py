@@ -132,6 +132,7 @@ class Phases:
         """Whether the exchanges go beside the group, which other threads use meanwhile."""
         self._ranks: tuple[Watch, TimedExchange] | None = None
         self._turn: Turn | None = None
+        self._is_told = False
         if group is not None:
             self._turn = Turn(group)
             try:
@@ -145,15 +146,23 @@ class Phases:
     def __enter__(self) -> Phases:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.close(error)
 
-    def close(self) -> None:
-        """Ends the watch over the ranks, and lets the next operation on the group begin. Not collective."""
-        if self._ranks is not None:
-            self._ranks[0].close()
-        if self._turn is not None:
-            self._turn.end()
+    def close(self, error: BaseException | None = None) -> None:
+        """Ends the watch over the ranks, and lets the next operation on the group begin. Not collective.
+
+        Args:
+            error: What ends the operation on this rank. The others are told of an interrupt between two phases.
+        """
+        try:
+            if self._ranks is not None:
+                if error is not None and not isinstance(error, Exception) and not self._is_told:
+                    self._ranks[0].leave(error)
+                self._ranks[0].close()
+        finally:
+            if self._turn is not None:
+                self._turn.end()
         if self._trace is not None and self.is_coordinator:
             with only_printed():
                 self._trace.write(self._operation, self._path)
@@ -357,6 +366,8 @@ class Phases:
         """This rank's result, or error, as it travels. ``exchange_name`` is as in ``on_all``."""
 
         def make() -> bytes:
+            if self._ranks is not None and self._ranks[0].start_error is not None:
+                raise self._ranks[0].start_error
             try:
                 with self._span("own part"):
                     result = work()
@@ -411,6 +422,7 @@ class Phases:
             except PhaseFailure as failure:
                 own = failure.errors.get(self.rank)
                 if isinstance(own, (KeyboardInterrupt, SystemExit)):
+                    self._is_told = True
                     raise own from None
                 raise self._known_to_all(self._own_error(failure, name)) from None
             except (LostRankError, DifferentCallsError, StateRefusedError) as error:
@@ -437,7 +449,10 @@ class Phases:
             return ours
         texts = {rank: f"{type(error).__name__}: {error}{failure.advice}" for rank, error in errors.items()}
         is_soft = failure.of_storage.issuperset(errors)
-        return CheckpointFailedError(self._operation, texts, self._changed, name, self._path, is_soft)
+        was_interrupted = not all(isinstance(error, Exception) for error in errors.values())
+        return CheckpointFailedError(
+            self._operation, texts, self._changed, name, self._path, is_soft, was_interrupted=was_interrupted
+        )
 
 
 def key_of(group: dist.ProcessGroup | None) -> object:

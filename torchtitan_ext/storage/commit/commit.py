@@ -174,12 +174,14 @@ class RunningSave:
     def abandon(self) -> None:
         """Removes the files of a save that has failed on all ranks; the target stays as it was. If the rename may have
         taken effect, no file is removed: the new or the replaced files may be the only checkpoint."""
-        if not self._may_be_committed and self.place.is_staged:
-            remove_directory(self.place.directory, None)
-        elif not self._may_be_committed:
-            names = of_rank(os.listdir(self.place.target), self._rank)
-            remove_files(self.place.target, [name for name in names if save_id_of(name) == self.place.save_id])
-        self._lock.release()
+        try:
+            if not self._may_be_committed and self.place.is_staged:
+                remove_directory(self.place.directory, None)
+            elif not self._may_be_committed:
+                names = of_rank(os.listdir(self.place.target), self._rank)
+                remove_files(self.place.target, [name for name in names if save_id_of(name) == self.place.save_id])
+        finally:
+            self._lock.release()
 
     def _rename(self, rename: Callable[[], None], written: Path, final: Path, content: bytes) -> BaseException | None:
         """Renames, which moves a file with this content from ``written`` to ``final``.
@@ -278,10 +280,10 @@ def begin_save(
         is_named_by_id = names_have_id or not is_staged
         place = SavePlace(save_id, target, is_staged, is_named_by_id, earlier if is_staged else None)
         lock.add_line(_place_line(place))
+        return RunningSave(lock, place, rank, new_parents)
     except BaseException:
         lock.release()
         raise
-    return RunningSave(lock, place, rank, new_parents)
 
 
 def refuse_old_weights(target: Place, names: Iterable[str]) -> None:

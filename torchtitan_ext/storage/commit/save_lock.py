@@ -23,8 +23,10 @@ import time
 import weakref
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from torchtitan_ext.errors import SaveInProgressError
+from torchtitan_ext.threads import naming_the_limit
 
 HEARTBEAT_SECONDS = 10.0
 
@@ -39,6 +41,8 @@ _VERY_OLD_SECONDS = 86_400.0
 
 # Between making the file and writing its line lie two system calls.
 _EMPTY_SECONDS = 2.0
+
+_NAME = "torchtitan_ext.save_lock"
 
 # NFS says ESTALE of a file that another machine removes while it is opened.
 _GONE = (errno.ENOENT, errno.ESTALE)
@@ -86,15 +90,34 @@ class LockState:
 
 
 class SaveLock:
-    """A lock that this thread holds until ``release``. A second thread touches the file as long as the object lives."""
+    """A lock that this thread holds until ``release``. A second thread touches the file as long as the object lives.
 
-    def __init__(self, path: Path, owner: Owner, descriptor: int) -> None:
+    A signal handler may raise anywhere in here, and the thread lives on: then the file goes with the object at last.
+
+    Raises:
+        FileExistsError: There is a lock.
+    """
+
+    _file: BinaryIO | None = None
+
+    def __init__(self, path: Path, owner: Owner) -> None:
         self.path = path
         self.owner = owner
-        self._descriptor = descriptor
         self._released = threading.Event()
-        arguments = (os.dup(descriptor), self._released, weakref.ref(self))
-        threading.Thread(target=_keep_alive, args=arguments, name="torchtitan_ext.save_lock", daemon=True).start()
+        try:
+            self._file = os.fdopen(_make(path, json.dumps(asdict(owner))), "wb", buffering=0)
+            arguments = (os.dup(self._file.fileno()), self._released, weakref.ref(self))
+            with naming_the_limit():
+                threading.Thread(target=_keep_alive, args=arguments, name=_NAME, daemon=True).start()
+        except BaseException:
+            self.release()
+            raise
+
+    def __del__(self) -> None:
+        # A fork has a copy of the object, and the lock is its parent's.
+        if self._file is not None and not self._file.closed and self.owner.pid == os.getpid():
+            with contextlib.suppress(OSError):
+                self._remove()
 
     @classmethod
     def acquire(cls, path: Path, save_id: str, target: Path) -> SaveLock:
@@ -106,14 +129,13 @@ class SaveLock:
         owner = _this_thread(save_id, target)
         while True:
             try:
-                descriptor = _make(path, json.dumps(asdict(owner)))
+                return cls(path, owner)
             except FileExistsError:
                 remove_dead_lock(path)
-                continue
-            return cls(path, owner, descriptor)
 
     def add_line(self, text: str) -> None:
-        _append_line(self._descriptor, text)
+        assert self._file is not None, "a lock without its file, please report"
+        _append_line(self._file.fileno(), text)
 
     def check(self) -> None:
         """Raises SaveInProgressError if another save has taken the lock over."""
@@ -122,15 +144,18 @@ class SaveLock:
             raise _in_progress(self.path, self.owner.path, None if state is None else state.owner)
 
     def release(self) -> None:
-        """Removes the file, unless another save has taken the lock over."""
-        if self._released.is_set():
-            return
-        self._released.set()
-        inode = os.fstat(self._descriptor).st_ino
+        """Removes the file, unless another save has taken the lock over. What an interrupt ends can be called again."""
+        if not self._released.is_set():
+            self._remove()
+            self._released.set()
+
+    def _remove(self) -> None:
+        """Takes no lock: garbage may be collected anywhere."""
         state = read_lock(self.path)
-        if state is not None and state.inode == inode:
+        if state is not None and state.owner == self.owner:
             self.path.unlink(missing_ok=True)
-        os.close(self._descriptor)  # last: till then no other file has this inode
+        if self._file is not None:
+            self._file.close()
 
 
 def read_lock(path: Path) -> LockState | None:
