@@ -229,15 +229,14 @@ def test_another_machine_holds_the_lock_while_it_touches_it(living: LockState, t
 
 
 class InterruptAt:
-    """Raises KeyboardInterrupt before one line of a lock's code, or of the start of its thread, as a signal does."""
+    """Raises KeyboardInterrupt before one line of a lock's code, as a signal does."""
 
     def __init__(self, number: int) -> None:
         self.lines_left = number
 
     def __call__(self, frame: FrameType, event: str, value: object) -> Any:
         code = frame.f_code
-        is_of_lock = code.co_filename == save_lock.__file__ and code.co_name != "__del__"
-        return self.before_line if is_of_lock or code is threading.Thread.start.__code__ else None
+        return self.before_line if code.co_filename == save_lock.__file__ and code.co_name != "__del__" else None
 
     def before_line(self, frame: FrameType, event: str, value: object) -> Any:
         self.lines_left -= event == "line"
@@ -276,6 +275,19 @@ def test_no_interrupt_leaves_a_lock_of_a_thread_that_lives_on(tmp_path: Path) ->
         gc.collect()
         assert os.listdir(tmp_path) == [], number
     assert number > 50
+
+
+def test_an_interrupt_while_its_thread_begins_leaves_no_lock(tmp_path: Path) -> None:
+    start = threading.Thread.start
+
+    def start_and_interrupt(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    with mock.patch.object(threading.Thread, "start", start_and_interrupt), pytest.raises(KeyboardInterrupt):
+        hold(tmp_path / "lock")
+    gc.collect()
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_lock_without_its_thread_is_none(tmp_path: Path) -> None:
