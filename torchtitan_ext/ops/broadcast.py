@@ -75,10 +75,6 @@ def _(tensors: Sequence[Tensor]) -> tuple[list[int], list[int], str]:
     return [0, 0], [], ""
 
 
-# They may wait for the host.
-keep_out_of_cuda_graphs("broadcast_coalesced_", "exchange_runs_")
-
-
 def _refuse_meta(name: str, tensors: Sequence[Tensor]) -> None:
     """Fake tensors of tracing pass. A real meta tensor raises: it would be skipped silently."""
     for index, tensor in enumerate(tensors):
@@ -87,3 +83,4 @@ def _refuse_meta(name: str, tensors: Sequence[Tensor]) -> None:
 
 
 bump_version_of("broadcast_coalesced_", 0)
+keep_out_of_cuda_graphs("broadcast_coalesced_")  # it may wait for the host

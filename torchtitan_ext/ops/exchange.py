@@ -15,6 +15,7 @@ from torchtitan_ext.op_library import (
     check_full_abi,
     classes,
     errors_of,
+    keep_out_of_cuda_graphs,
     kernels,
     listed,
     register_fake,
@@ -118,6 +119,7 @@ def _(
 
 
 bump_version_of("exchange_runs_", 1)
+keep_out_of_cuda_graphs("exchange_runs_")  # ranks agree over the host
 
 
 class PlannedExchange:

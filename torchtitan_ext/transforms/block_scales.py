@@ -46,7 +46,7 @@ class Arithmetic(NamedTuple):
     def scales(self, amax: Tensor) -> tuple[Tensor, Tensor]:
         """The factor of each block, and its scale, from the largest absolute values of its elements (float32)."""
         most = torch.finfo(getattr(torch, self.dtype)).max
-        # Divided by a tensor: by a number, a GPU multiplies by its inverse, and the last bit is another one.
+        # A tensor: where it is a number, torch on a GPU multiplies by its inverse, which may give another last bit.
         divisor = amax.new_full((), most, dtype=self.rounded if self.divides else None)
         if self.scaling == "deepseek":
             amax = amax.clamp(min=1e-4)

@@ -143,6 +143,16 @@ class JointRequest:
         return list(dict.fromkeys(fqn for fqn, why in found if why in reasons))
 
     @cached_property
+    def absent(self) -> list[str]:
+        """The keys that the checkpoint lacks for some rank."""
+        return self.not_read("missing")
+
+    @cached_property
+    def left(self) -> list[str]:
+        """The keys that some rank leaves out."""
+        return self.not_read("left")
+
+    @cached_property
     def tied(self) -> dict[str, str]:
         """Without keys that some rank lacks: there they have memory of their own."""
         lacking = set(self.not_read("missing", "skipped"))

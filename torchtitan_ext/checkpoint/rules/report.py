@@ -219,7 +219,7 @@ def build_report(
     """The report of a load, by the default policy where it has none, with the problems of components, of missing and of
     unexpected keys; and what is to be warned of."""
     policy, old, components = joint.rules.policy or BY_DEFAULT, saved_world(joint.metadata), dict(joint.components)
-    wanted, left, absent = joint.wanted, joint.not_read("left"), joint.not_read("missing")
+    wanted, left, absent = joint.wanted, joint.left, joint.absent
     problems = [*problems, *_world_problems(components, policy, wanted, old, new)]
     gaps = _option_gaps(joint, components)
     # Without a policy stock's rule holds: nothing that is missing keeps its value.
@@ -256,8 +256,7 @@ def build_report(
 def _option_gaps(joint: JointRequest, components: Mapping[str, ComponentPlan]) -> OptionGaps:
     """Which options of flat optimizer state dicts only one side has."""
     source, saved, is_read = joint.rules.source, joint.metadata.state_dict_metadata, is_read_before(components)
-    asked = [*joint.wanted, *joint.not_read("missing")]
-    asked += [fqn for fqn in joint.not_read("left") if source.saved_name(fqn) in saved]
+    asked = [*joint.wanted, *joint.absent, *(fqn for fqn in joint.left if source.saved_name(fqn) in saved)]
     return find_option_gaps((source.own_name(fqn) for fqn in saved if not is_read(fqn)), asked)
 
 
@@ -297,7 +296,7 @@ def _judge_unexpected(
     if policy.unexpected != "error" and not _only_warns(policy):
         return [], []
     options = chain(*(plan.options for plan in components.values()))
-    asked = [*joint.wanted, *joint.not_read("missing"), *options]
+    asked = [*joint.wanted, *joint.absent, *options]
     by_policy, by_source = (
         "policy=ElasticPolicy({{{glob!r}: 'omit'}})",
         "LoadPlanner(source=Source(exclude=[{glob!r}]))",
