@@ -5,7 +5,6 @@ import io
 import os
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -73,18 +72,3 @@ def test_the_example_goes_on_with_other_ranks(
     same_ranks = [losses(run_world(new, run_example, name, tmp_path / "same")[0]) for _ in range(2)]
     assert first == pytest.approx(same_ranks[0], abs=2e-4)  # of the last digit that is printed
     assert second == pytest.approx(same_ranks[1], abs=2e-4)
-
-
-def run_on_ray(path: Path, num_workers: int, num_steps: int) -> dict[int, float]:
-    command = [sys.executable, EXAMPLES / "ray_train.py", path, str(num_workers), str(num_steps)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-5000:]
-    return losses(done.stdout)
-
-
-@pytest.mark.slow
-def test_the_example_for_ray_goes_on_with_other_workers(tmp_path: Path) -> None:
-    pytest.importorskip("ray.train", exc_type=ImportError)
-    first, both = run_on_ray(tmp_path / "run", 4, 3), run_on_ray(tmp_path / "run", 2, 6)
-    assert list(first) == [1, 2, 3] and list(both) == [1, 2, 3, 4, 5, 6]
-    assert both == pytest.approx(run_on_ray(tmp_path / "same", 2, 6), abs=2e-4)

@@ -1,6 +1,12 @@
-"""Ray Train with our checkpoints: real jobs of workers that are lost, resized and attacked, beside one that is not."""
+"""Ray Train with our checkpoints: real jobs of workers that are lost, resized and attacked, beside one that is not.
+
+All jobs of Ray are in this file, so one after the other (``--dist loadfile``): with two clusters on a machine, Ray's
+``PlacementGroupCleaner`` asks the newer one for its controller, does not find it, and takes the job's workers away.
+"""
 
 import json
+import os
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -14,6 +20,7 @@ pytest.importorskip("ray.train", reason="`make test-clients` installs Ray", exc_
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 JOB = Path(__file__).parents[1] / "support" / "ray_job.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_train.py"
 
 
 class Job:
@@ -112,3 +119,18 @@ def test_one_worker_trains_on_where_storage_refuses_a_step(undisturbed: Job, tmp
     check_is_as(job, undisturbed)
     assert job.ray == {"latest": ["step-20", 20], "listed": [[f"step-{step}", step] for step in (4, 12, 16, 20)]}
     assert job.steps_on_disk == ["step-12", "step-16", "step-20", "step-4"]
+
+
+def losses_of_the_example(path: Path, num_workers: int, num_steps: int) -> dict[int, float]:
+    command = [sys.executable, EXAMPLE, path, str(num_workers), str(num_steps)]
+    environment = {**os.environ, "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2"}  # a report waits for the next one
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-5000:]
+    lines = re.findall(r"^step (\d+): loss (\d+\.\d{4})$", done.stdout, re.M)
+    return {int(step): float(loss) for step, loss in lines}
+
+
+def test_the_example_goes_on_with_other_workers(tmp_path: Path) -> None:
+    first, both = (losses_of_the_example(tmp_path / "run", *numbers) for numbers in [(4, 3), (2, 6)])
+    assert list(first) == [1, 2, 3] and list(both) == [1, 2, 3, 4, 5, 6]
+    assert both == pytest.approx(losses_of_the_example(tmp_path / "same", 2, 6), abs=2e-4)  # of the last digit printed
