@@ -670,21 +670,26 @@ class AddedRows:
     def left(self) -> list[tuple[int, int, int, StoredTensor | None]]: ...
 
 class ReadList:
-    """The read items of a rank with their records, by files in the order of their first items. ``byte_io`` is the type
-    of items that are values and no tensors.
+    """What a rank reads, with its records, by files: ``Reads`` as they lie in the files, or the items of any planner in
+    the order of their first items. ``byte_io`` is the type of items that are values and no tensors.
 
     Attributes:
         files: Their names.
+        fqns: The keys of the state dict of which parts of tensors are read.
         lost: The position of the first item that has no record, or one that an extension of DCP has changed.
         num_bytes: That the items want, without gaps.
     """
 
+    @overload
+    def __init__(self, reads: Reads, columns: MetadataColumns) -> None: ...
     @overload
     def __init__(self, items: list[Any], byte_io: object, columns: MetadataColumns) -> None: ...
     @overload
     def __init__(self, items: list[Any], byte_io: object, records: list[Any]) -> None: ...
     @property
     def files(self) -> list[str]: ...
+    @property
+    def fqns(self) -> set[str]: ...
     @property
     def lost(self) -> int | None: ...
     @property
@@ -1067,34 +1072,27 @@ class Unfilled:
     def num_read(self) -> int: ...
 
 class Reads:
-    """What a rank reads: values that are no tensors, and one row per part of a saved chunk, both in the order of keys.
+    """What a rank reads: values that are no tensors, then parts of saved chunks, both in the order of keys. An item is
+    one of these.
 
     Attributes:
         values: By key the name in the checkpoint.
-        offsets: Of the wanted chunk, like ``positions``; ``local_offsets`` are those of the part in the local tensor.
-        chunk_offsets: Of the saved chunk, like ``chunk_positions``; ``saved_offsets`` are those of the part in it.
+        num_items: Of both kinds.
     """
 
     @property
     def values(self) -> dict[str, str]: ...
     @property
-    def fqns(self) -> list[str]: ...
-    @property
-    def saved_names(self) -> list[str]: ...
-    @property
-    def offsets(self) -> list[Any]: ...
-    @property
-    def positions(self) -> list[int]: ...
-    @property
-    def local_offsets(self) -> list[Any]: ...
-    @property
-    def chunk_offsets(self) -> list[Any]: ...
-    @property
-    def chunk_positions(self) -> list[int]: ...
-    @property
-    def saved_offsets(self) -> list[Any]: ...
-    @property
-    def sizes(self) -> list[Any]: ...
+    def num_items(self) -> int: ...
+    def values_alone(self) -> Reads: ...
+    def tensors_alone(self) -> Reads: ...
+    def num_bytes(self, columns: MetadataColumns) -> int | None:
+        """Of the tensors' parts, as they were saved; ``None`` where a dtype is unknown here."""
+    def columns(self, size_class: type) -> dict[str, list[Any]]:
+        """The tensors' parts, one list for each: ``fqns``, ``saved_names``; ``offsets`` and ``positions`` of the wanted
+        chunk, ``local_offsets`` of the part in the local tensor; ``chunk_offsets`` and ``chunk_positions`` of the saved
+        chunk, ``saved_offsets`` of the part in it; ``sizes``.
+        """
     def unfilled(self) -> list[Unfilled]: ...
 
 def find_reads(
@@ -1103,14 +1101,12 @@ def find_reads(
     saved_names: dict[str, str],
     saved: SavedChunks,
     decided: dict[str, tuple[_Step, ...]],
-    size_class: type,
 ) -> Reads:
     """Which parts of saved chunks fill what a rank holds.
 
     Args:
         saved_names: What keys are called in the checkpoint, where that differs.
         decided: Sharding orders that are not the first of the rank's candidates.
-        size_class: ``torch.Size``, for offsets and sizes.
     """
 
 class EntryType(enum.Enum):

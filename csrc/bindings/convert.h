@@ -37,6 +37,11 @@ inline std::string to_utf8(const pybind11::handle& text) {
   return std::string(static_cast<std::string_view>(pybind11::reinterpret_steal<pybind11::bytes>(encoded)));
 }
 
+// What a dict has for a key; a null object where it has nothing.
+inline pybind11::object find_in(const pybind11::dict& values, const pybind11::handle& key) {
+  return pybind11::reinterpret_borrow<pybind11::object>(PyDict_GetItemWithError(values.ptr(), key.ptr()));
+}
+
 // The inverse of to_tuple.
 inline core::Sizes to_sizes(const pybind11::handle& numbers) {
   const auto tuple = pybind11::reinterpret_borrow<pybind11::tuple>(numbers);

@@ -15,10 +15,10 @@
 #include "bindings/delta_plan.h"
 #include "bindings/index_order.h"
 #include "bindings/instances.h"
-#include "bindings/items.h"
 #include "bindings/metadata.h"
 #include "bindings/plan.h"
-#include "bindings/plan_items.h"
+#include "bindings/read_list.h"
+#include "bindings/reads.h"
 #include "bindings/reports.h"
 #include "bindings/saved_chunks.h"
 #include "bindings/shared_reads.h"
@@ -27,6 +27,7 @@
 #include "bindings/transfer.h"
 #include "bindings/transforms.h"
 #include "bindings/value_digest.h"
+#include "bindings/writes.h"
 #include "core/boxes.h"
 #include "core/chunk.h"
 #include "core/cover.h"
@@ -258,8 +259,9 @@ PYBIND11_MODULE(_core, module) {
   torchtitan_ext::bindings::register_index_order(module);
   register_transfer(module);
   define_saved_chunks(module);
-  torchtitan_ext::bindings::define_items(module);
-  torchtitan_ext::bindings::define_plan_items(module);
+  torchtitan_ext::bindings::define_writes(module);
+  torchtitan_ext::bindings::define_reads(module);
+  torchtitan_ext::bindings::define_read_list(module);
   torchtitan_ext::bindings::define_transforms(module);
   torchtitan_ext::bindings::define_shared_reads(module);
 }

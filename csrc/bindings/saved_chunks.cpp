@@ -81,7 +81,7 @@ SavedChunks::SavedChunks(py::dict entries, py::object tensor_class)
 
 py::object SavedChunks::find(const py::handle& fqn) {
   if (read_ == nullptr) {
-    const py::handle saved = PyDict_GetItemWithError(entries_.ptr(), fqn.ptr());
+    const py::object saved = find_in(entries_, fqn);
     if (!saved || !py::isinstance(saved, tensor_class_)) return py::none();
     return of(saved.attr("chunks"));
   }

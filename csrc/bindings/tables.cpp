@@ -159,8 +159,8 @@ class TableBuilder {
 EncodedColumns encode_columns_py(const py::dict& entries, const py::dict& paths, const py::set& own) {
   TableBuilder table;
   for (const auto& [fqn, entry] : entries) {
-    PyObject* const path = PyDict_GetItemWithError(paths.ptr(), fqn.ptr());
-    table.add_entry(fqn, entry, path == nullptr ? Py_None : path, own.contains(fqn));
+    const py::object path = find_in(paths, fqn);
+    table.add_entry(fqn, entry, path ? path : py::none(), own.contains(fqn));
   }
   for (const auto& [fqn, path] : paths) {
     if (!entries.contains(fqn)) table.add_path(fqn, path);
@@ -171,9 +171,8 @@ EncodedColumns encode_columns_py(const py::dict& entries, const py::dict& paths,
 py::bytes encode_digests_py(const py::list& names, const std::vector<uint32_t>& kind_of, const py::dict& digests) {
   std::vector<std::string_view> views;
   for (const py::handle name : names) {
-    PyObject* const digest = PyDict_GetItemWithError(digests.ptr(), name.ptr());
-    views.push_back(digest == nullptr ? std::string_view()
-                                      : std::string_view(py::reinterpret_borrow<py::bytes>(digest)));
+    const py::object digest = find_in(digests, name);  // which the dict keeps
+    views.push_back(digest ? std::string_view(py::reinterpret_borrow<py::bytes>(digest)) : std::string_view());
   }
   const auto last = std::max_element(kind_of.begin(), kind_of.end());
   return py::bytes(encode_digests(kind_of, last == kind_of.end() ? 0 : size_t{*last} + 1, views));

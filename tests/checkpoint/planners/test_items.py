@@ -37,7 +37,7 @@ def reads_of(entries: dict[str, KeyEntry], saved_names: dict[str, str], boxes: l
     names = encode_table(KeyTable(entries)).names
     tensor = TensorStorageMetadata(TensorProperties(), torch.Size(()), boxes)
     saved = _core.SavedChunks({saved_names.get(fqn, fqn): tensor for fqn in entries}, TensorStorageMetadata)
-    return _core.find_reads(names, entries, saved_names, saved, {}, torch.Size)
+    return _core.find_reads(names, entries, saved_names, saved, {})
 
 
 def size(*sizes: int) -> torch.Size:

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner import LoadPlanner as StockLoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
@@ -60,6 +60,7 @@ from torchtitan_ext.state.nested import holds_tensor, set_member
 from torchtitan_ext.storage import FileReader
 from torchtitan_ext.storage.futures import result_of
 from torchtitan_ext.storage.location import is_local
+from torchtitan_ext.storage.native.planned_reads import reads_of, split_plan
 from torchtitan_ext.storage.weights.safetensors_reader import reader_at
 from torchtitan_ext.transforms.reader import MappedReader
 
@@ -276,10 +277,9 @@ def read_load(job: LoadJob, planned: Sequence[PlannedSource], components: Compon
         for one in planned:
             read = replace(one, plan=one.planner.finish_plan(one.plan))
             if is_ours:
-                items = read.plan.items
-                read.read([item for item in items if item.type == LoadItemType.BYTE_IO])
-                tensors = [item for item in items if item.type != LoadItemType.BYTE_IO]
-                read = replace(read, plan=replace(read.plan, items=tensors))
+                values, plan_of_tensors = split_plan(read.plan)
+                read.read(values)
+                read = replace(read, plan=plan_of_tensors)
             reads.append(read)
         for reader in readers:
             reader.leaves_blocks = phases.size > 1  # of which it reads little, to verify_blocks
@@ -290,7 +290,7 @@ def read_load(job: LoadJob, planned: Sequence[PlannedSource], components: Compon
             if sharing is None:
                 if is_ours:
                     one.ours.change_targets()
-                if one.plan.items:
+                if reads_of(one.plan):
                     result_of(one.opened.reader.read_data(one.plan, one.planner))
             if is_ours:
                 one.ours.finish_load()

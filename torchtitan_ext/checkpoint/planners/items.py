@@ -127,34 +127,35 @@ class ReadDecision:
 
 
 def read_items(reads: _core.Reads) -> list[ReadItem]:
-    """What one rank reads: values that are no tensors, then tensors, both in the order of keys."""
+    """The items of a list: values that are no tensors, then tensors, both in the order of keys."""
     zero = torch.Size((0,))
     values = [
         ReadItem(LoadItemType.BYTE_IO, MetadataIndex(fqn), zero, MetadataIndex(saved_name), zero, zero)
         for fqn, saved_name in reads.values.items()
     ]
+    of = reads.columns(torch.Size)
     return values + items_of(
         ReadItem,
-        type=[LoadItemType.TENSOR] * len(reads.fqns),
-        dest_index=items_of(MetadataIndex, fqn=reads.fqns, offset=reads.offsets, index=reads.positions),
-        dest_offsets=reads.local_offsets,
+        type=[LoadItemType.TENSOR] * len(of["fqns"]),
+        dest_index=items_of(MetadataIndex, fqn=of["fqns"], offset=of["offsets"], index=of["positions"]),
+        dest_offsets=of["local_offsets"],
         storage_index=items_of(
-            MetadataIndex, fqn=reads.saved_names, offset=reads.chunk_offsets, index=reads.chunk_positions
+            MetadataIndex, fqn=of["saved_names"], offset=of["chunk_offsets"], index=of["chunk_positions"]
         ),
-        storage_offsets=reads.saved_offsets,
-        lengths=reads.sizes,
+        storage_offsets=of["saved_offsets"],
+        lengths=of["sizes"],
     )
 
 
-def in_file_order(items: list[ReadItem], metadata: Metadata) -> list[ReadItem]:
+def in_file_order(items: Sequence[ReadItem], metadata: Metadata) -> list[ReadItem]:
     """As they lie in the files, where the metadata says: readers then go forward."""
     places = metadata.storage_data
     columns = columns_behind(places)
     if columns is not None:
-        order = _core.ReadList(items, LoadItemType.BYTE_IO, columns).in_file_order()
+        order = _core.ReadList(list(items), LoadItemType.BYTE_IO, columns).in_file_order()
         return [items[position] for position in order]
     if not isinstance(places, Mapping):
-        return items
+        return list(items)
 
     def place(item: ReadItem) -> tuple[str, int]:
         info = places.get(item.storage_index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ from torchtitan_ext.state.nested import FlatStateDict, Path, materialize_meta, o
 from torchtitan_ext.state.plain_value import DamagedBytesError, NotPlain, NotPlainError, check_classes, read_value
 from torchtitan_ext.storage.metadata.dcp_objects import saved_chunks
 from torchtitan_ext.storage.metadata.lazy_metadata import columns_behind, is_saved_tensor
-from torchtitan_ext.storage.native.file_reader import ForeseenPlan
+from torchtitan_ext.storage.native.planned_reads import ForeseenPlan, ListedReads, PlannedReads
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -222,7 +222,9 @@ class LoadPlanner(DefaultLoadPlanner):
         request = self._request()
         if self._shows_items or self.rules.values_first:  # tte.load has blocks verified after the read
             return LoadPlan(self._shown_items(), planner_data=request)
-        return ForeseenPlan([], planner_data=request, foresee=lambda: read_items(self._reads({})))
+        plan = ForeseenPlan([], planner_data=request)
+        plan.foresee = lambda: self._items_of(self._reads({}))
+        return plan
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         check_local_plans("load", self, LoadPlanner, global_plan, (ReadRequest,))
@@ -247,10 +249,10 @@ class LoadPlanner(DefaultLoadPlanner):
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
         check_global_plan("load", self, central_plan, ReadDecision)
         decision: ReadDecision = central_plan.planner_data
-        reads = self._reads(decision.steps)
-        items, shown = read_items(reads), self._shown_items()
+        reads, shown = self._reads(decision.steps), self._shown_items()
+        items = self._items_of(reads)
         if central_plan.items != shown:
-            items = followed_items(self, shown, central_plan.items, items)
+            items = followed_items(self, shown, central_plan.items, read_items(reads))
         elif not decision.is_cover_checked:
             problems = unread_problems(self.wanted, reads)
             if problems:
@@ -260,7 +262,11 @@ class LoadPlanner(DefaultLoadPlanner):
             warn_of_leftovers(self.report, self.rules.policy)
         if not self.rules.values_first:
             self.change_targets()
-        self._values_due, self._refused = {i.dest_index.fqn for i in items if i.type == LoadItemType.BYTE_IO}, {}
+        self._refused = {}
+        if isinstance(items, ListedReads):
+            self._values_due = set(reads.values)
+            return PlannedReads(None, central_plan.storage_data, central_plan.planner_data, listed=items)
+        self._values_due = {item.dest_index.fqn for item in items if item.type == LoadItemType.BYTE_IO}
         return dataclasses.replace(central_plan, items=in_file_order(items, self.metadata))
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -405,9 +411,12 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def _reads(self, decided: Mapping[str, Steps]) -> _core.Reads:
         entries = dict(self.wanted.entries)
-        return _core.find_reads(
-            self._encoded.names, entries, self._saved_names, self._chunks, dict(decided), torch.Size
-        )
+        return _core.find_reads(self._encoded.names, entries, self._saved_names, self._chunks, dict(decided))
+
+    def _items_of(self, reads: _core.Reads) -> Sequence[ReadItem]:
+        """The items, which nobody needs as objects where our reader reads them."""
+        columns = columns_behind(self.metadata.storage_data)
+        return read_items(reads) if columns is None else ListedReads(reads, columns, read_items)
 
     def _shown_items(self) -> list[ReadItem]:
         """The items in a local plan, for subclasses only, which may change them: by this rank's own reading."""

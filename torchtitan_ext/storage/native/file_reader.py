@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from torchtitan_ext.storage.metadata.metadata_file import metadata_of
 from torchtitan_ext.storage.metadata.saved_metadata import SavedMetadata, read_index_beside, read_without_index
 from torchtitan_ext.storage.native.device_buckets import bucket_bytes_of
 from torchtitan_ext.storage.native.open_files import OpenFiles
+from torchtitan_ext.storage.native.planned_reads import ForeseenPlan, ListedReads, reads_of
 from torchtitan_ext.storage.native.read_batch import ReadBatch
 from torchtitan_ext.storage.native.verified_files import VerifiedFiles, Verify
 from torchtitan_ext.storage.progress import progress
@@ -50,19 +51,6 @@ class MetadataMark:
     place: tuple[str, ...] = ()
     blocks: bytes = b""
     part: Sequence[_core.BlockRange] | None = None
-
-
-@dataclass
-class ForeseenPlan(LoadPlan):
-    """A local plan without items that says what its rank will probably read, where the coordinator decides the items.
-
-    It travels without that.
-    """
-
-    foresee: Callable[[], list[ReadItem]] = list
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return LoadPlan, (self.items, self.storage_data, self.planner_data)
 
 
 class FileReader(VerifiedFiles, StorageReader):
@@ -149,8 +137,8 @@ class FileReader(VerifiedFiles, StorageReader):
             remember_step(self.path)
         if self._mark is None:
             return plan
-        items = plan.foresee() if isinstance(plan, ForeseenPlan) else plan.items
-        blocks = self._foreseen_blocks(items) if items and self.verify == "auto" and _has_other_ranks() else b""
+        reads = plan.foresee() if isinstance(plan, ForeseenPlan) else plan.items
+        blocks = self._foreseen_blocks(reads) if reads and self.verify == "auto" and _has_other_ranks() else b""
         return dataclasses.replace(plan, storage_data=dataclasses.replace(self._mark, blocks=blocks))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -223,7 +211,8 @@ class FileReader(VerifiedFiles, StorageReader):
         self._mark = None
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        reads = self._list(plan.items)
+        items = reads_of(plan)
+        reads = self._list(items)
 
         def total() -> int:
             return reads.num_bytes
@@ -235,7 +224,7 @@ class FileReader(VerifiedFiles, StorageReader):
                 advance(num_bytes)
 
             batch = ReadBatch(planner, self, count, lambda: bucket_bytes_of(total()))
-            batch.add_list(plan.items, reads)
+            batch.add_list(items, reads)
             batch.finish()
 
     def _foreseen_blocks(self, items: Sequence[ReadItem]) -> bytes:
@@ -263,7 +252,10 @@ class FileReader(VerifiedFiles, StorageReader):
                 for item in items
             ]
             return _core.ReadList(list(items), LoadItemType.BYTE_IO, records)
-        reads = _core.ReadList(list(items), LoadItemType.BYTE_IO, columns)
+        if isinstance(items, ListedReads) and items.columns is columns:
+            reads = items.with_records()
+        else:
+            reads = _core.ReadList(list(items), LoadItemType.BYTE_IO, columns)
         if reads.lost is not None:
             self._place_of(items[reads.lost].storage_index)  # raises
         for file, name in enumerate(reads.files):

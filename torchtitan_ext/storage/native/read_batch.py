@@ -66,7 +66,7 @@ class ReadBatch:
         """Adds items, and where they lie."""
         targets: dict[str, torch.Tensor] = {}
         if isinstance(self._planner, HasLocalTargets):
-            targets = self._planner.local_targets({item.dest_index.fqn for item in items})
+            targets = self._planner.local_targets(reads.fqns)
             # Autograd does not see that they are filled; inference tensors count no versions.
             torch.autograd.graph.increment_version([one for one in targets.values() if not one.is_inference()])
         for file, name in enumerate(reads.files):

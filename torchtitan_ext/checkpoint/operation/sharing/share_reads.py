@@ -31,6 +31,7 @@ from torchtitan_ext.checkpoint.operation.sharing.requests import (
 from torchtitan_ext.checkpoint.operation.sharing.rounds import Rounds
 from torchtitan_ext.checkpoint.planners.items import ReadDecision, in_file_order
 from torchtitan_ext.checkpoint.rules.report import ReadSharing
+from torchtitan_ext.storage.native.planned_reads import ListedReads, reads_of
 
 # For "auto". Below these, a load is so short that nothing is worth trying.
 _MIN_WANTED_BYTES = 64 << 20
@@ -59,7 +60,15 @@ def offer(share_reads: ShareReads, sources: Sequence[PlannedSource]) -> ShareOff
     """This rank's offer, before its targets change. Not collective."""
     decisions = [source.plan.planner_data for source in sources]
     can_share = bool(sources) and all(isinstance(one, ReadDecision) and one.is_cover_checked for one in decisions)
-    return ShareOffer(share_reads, 0 if share_reads is False else _reads_of(sources).num_bytes, can_share)
+    return ShareOffer(share_reads, 0 if share_reads is False else _wanted_bytes(sources), can_share)
+
+
+def _wanted_bytes(sources: Sequence[PlannedSource]) -> int:
+    """Of all items, without making them."""
+    lists = [reads_of(source.plan) for source in sources]
+    sizes = [reads.num_bytes if isinstance(reads, ListedReads) else None for reads in lists]
+    known = [one for one in sizes if one is not None]
+    return sum(known) if len(known) == len(lists) else _reads_of(sources).num_bytes
 
 
 def _reads_of(sources: Sequence[PlannedSource]) -> _core.RankReads:
