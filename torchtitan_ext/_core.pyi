@@ -633,26 +633,6 @@ class RunReader:
         """The boxes of the last ``read`` of which a finite number has become infinite by its cast, with one such number
         of each."""
 
-def queue_items(
-    records: RecordWriter,
-    items: list[Any],
-    first: int,
-    max_bytes: int,
-    tensors: dict[str, Any],
-    boxes: dict[tuple[str, _Sizes], _HeldBox],
-    takes_sums: bool,
-) -> int:
-    """Queues the records of write items from ``first`` on, up to about ``max_bytes``, or to the first item whose tensor
-    is not at hand.
-
-    Args:
-        tensors: By key the tensor of the CPU, in plain memory, of which an item writes a box.
-        boxes: By key and offsets where that box lies in the tensor, and its sizes.
-
-    Returns:
-        The position behind the last item that was queued.
-    """
-
 class AddedRows:
     """What ``ReadList.add`` did.
 
@@ -1033,8 +1013,17 @@ class WritePart:
     def position(self) -> int | None: ...
 
 class Writes:
-    """What a rank writes: per item its key and the number of its part, in the order of keys."""
+    """What a rank writes: per item its key and the number of its part. Values that are no tensors, then tensors, both
+    in the order of keys.
 
+    Attributes:
+        num_bytes: Of all tensors, without the frames of records.
+    """
+
+    @property
+    def num_items(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
     @property
     def parts(self) -> list[WritePart]: ...
     @property
@@ -1043,6 +1032,17 @@ class Writes:
     def part_of(self) -> list[int]: ...
     def local_boxes(self) -> dict[tuple[str, _Sizes], _HeldBox]:
         """Where each written box lies in the rank's local tensor, and its sizes, by key and offsets."""
+    def select(self, positions: list[int]) -> Writes:
+        """Some of the items."""
+    def queue(
+        self, records: RecordWriter, first: int, max_bytes: int, tensors: dict[str, Any], takes_sums: bool
+    ) -> int:
+        """Queues the records of items from ``first`` on, up to about ``max_bytes``, or to the first item whose tensor
+        is not at hand: by key ``tensors`` has tensors of the CPU in plain memory, of which items write boxes.
+
+        Returns:
+            The position behind the last item that was queued.
+        """
 
 def read_writes(
     decision: bytes, names: Sequence[list[str]], kind_of: Sequence[Sequence[int]], entries: dict[str, Any]

@@ -92,8 +92,7 @@ py::list held_names_py(const JointTable& joint) {
 py::dict agreed_keys_py(const JointTable& joint) {
   py::dict classes;
   for (uint32_t key = 0; key < joint.num_keys(); ++key) {
-    const uint32_t index = joint.class_of(key);
-    if (index != JointTable::kNoClass && !class_at(joint, index).trouble) classes[py::int_(key)] = index;
+    if (joint.is_agreed(key)) classes[py::int_(key)] = joint.class_of(key);
   }
   return classes;
 }
@@ -277,8 +276,8 @@ MetadataColumns planned_columns(const JointTable& joint, const WritePlan& plan) 
   MetadataColumns columns;
   std::unordered_map<uint32_t, SavedKey> known;  // keys of a class differ by name alone
   for (uint32_t number = 0; number < joint.num_keys(); ++number) {
+    if (!joint.is_agreed(number)) continue;
     const uint32_t of_class = joint.class_of(number);
-    if (of_class == JointTable::kNoClass || joint.classes()[of_class].trouble) continue;
     const auto [found, is_new] = known.try_emplace(of_class);
     SavedKey& key = found->second;
     const Kind& kind = joint.kind_of(joint.classes()[of_class]);

@@ -43,8 +43,8 @@ std::vector<Uncovered> find_uncovered(const JointTable& joint, const py::dict& w
   std::vector<Uncovered> found;
   std::map<std::pair<PyObject*, uint32_t>, bool> is_covered;
   for (uint32_t key = 0; key < joint.num_keys(); ++key) {
+    if (!joint.is_agreed(key)) continue;
     const uint32_t of_class = joint.class_of(key);
-    if (of_class == JointTable::kNoClass || joint.classes()[of_class].trouble) continue;
     const Kind& kind = joint.kind_of(joint.classes()[of_class]);
     if (kind.type == EntryType::kObject) continue;
     const py::object chunks = saved.find(wanted[to_str(joint.name(key))]);

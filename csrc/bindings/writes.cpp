@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -33,7 +34,7 @@ struct WritePart {
   std::optional<size_t> position;  // in the metadata's list; none of an object
 };
 
-// What a rank writes, one row per item, in the order of keys.
+// What a rank writes, one row per item: values that are no tensors, then tensors, both in the order of keys.
 class Writes {
  public:
   void add(size_t section, const std::vector<uint32_t>& keys, const py::list& names, std::vector<WritePart> parts) {
@@ -45,12 +46,23 @@ class Writes {
   }
 
   void finish() {
-    std::stable_sort(rows_.begin(), rows_.end(), [](const Row& left, const Row& right) {
-      return std::pair(left.section, left.key) < std::pair(right.section, right.key);
-    });
+    const auto place = [this](const Row& row) {
+      return std::tuple(parts_[row.part].position.has_value(), row.section, row.key);
+    };
+    std::stable_sort(rows_.begin(), rows_.end(),
+                     [&place](const Row& left, const Row& right) { return place(left) < place(right); });
+  }
+
+  // Some of the rows.
+  Writes select(const std::vector<size_t>& positions) const {
+    Writes selected;
+    selected.parts_ = parts_;
+    for (const size_t position : positions) selected.rows_.push_back(rows_.at(position));
+    return selected;
   }
 
   const std::vector<WritePart>& parts() const { return parts_; }
+  size_t num_items() const { return rows_.size(); }
   py::list fqns() const {
     py::list fqns(rows_.size());
     for (size_t row = 0; row < rows_.size(); ++row) fqns[row] = rows_[row].fqn;
@@ -60,6 +72,20 @@ class Writes {
     std::vector<size_t> numbers;
     for (const Row& row : rows_) numbers.push_back(row.part);
     return numbers;
+  }
+
+  // The size of all tensors, without values and the frames of records.
+  int64_t num_bytes() const {
+    std::vector<int64_t> of_part;
+    for (const WritePart& part : parts_) {
+      const bool is_tensor = part.position.has_value();
+      of_part.push_back(is_tensor ? checked_mul(num_elements(part.chunk.sizes),
+                                                part.entry.attr("dtype").attr("itemsize").cast<int64_t>())
+                                  : 0);
+    }
+    int64_t sum = 0;
+    for (const Row& row : rows_) sum = checked_add(sum, of_part[row.part]);
+    return sum;
   }
 
   // Where each written box lies in the rank's local tensor, and its sizes, by key and offsets.
@@ -75,6 +101,42 @@ class Writes {
       if (parts_[row.part].position) result[py::make_tuple(row.fqn, offsets[row.part])] = boxes[row.part];
     }
     return result;
+  }
+
+  // Queues the records of rows from `first` on, one behind the other, up to about `max_bytes`, or to the first one whose
+  // tensor is not at hand. Returns the position behind the last one.
+  // Args: tensors: by key the tensor of the CPU of which a row is a box.
+  size_t queue(storage::RecordWriter& records, size_t first, int64_t max_bytes, const py::dict& tensors,
+               bool takes_sums) const {
+    LocalMemories memories;
+    std::unordered_map<size_t, Sizes> global_sizes;  // of parts
+    const int64_t end_bytes = checked_add(records.queued_bytes(), max_bytes);
+    size_t position = first;
+    for (; position < rows_.size() && records.queued_bytes() < end_bytes; ++position) {
+      const Row& row = rows_[position];
+      const auto& [entry, chunk, hint] = parts_[row.part];
+      const LocalMemory* const memory = hint ? memories.find(tensors, row.fqn) : nullptr;
+      const storage::ElementType* const type = memory == nullptr ? nullptr : storage::find_element_type(memory->dtype);
+      if (type == nullptr) break;
+      const std::optional<int64_t> begin = memory->find_box(chunk.local_offsets, chunk.sizes);
+      if (!begin) break;
+      storage::SavedRecord record;
+      record.fqn = to_utf8(row.fqn);
+      record.offsets = chunk.offsets;
+      record.has_offsets = true;
+      record.index_hint = static_cast<int64_t>(*hint);
+      record.dtype = memory->dtype;
+      record.sizes = chunk.sizes;
+      std::optional<Sizes> of_tensor;
+      if (takes_sums) {
+        const auto [known, is_new] = global_sizes.try_emplace(row.part);
+        if (is_new) known->second = entry.attr("global_shape").cast<Sizes>();
+        of_tensor = known->second;
+      }
+      records.add_tensor(std::move(record), *type, memory->address + static_cast<uintptr_t>(*begin * type->item_bytes),
+                         memory->strides, of_tensor);
+    }
+    return position;
   }
 
  private:
@@ -174,42 +236,6 @@ Writes held_writes(const Names& names, const py::dict& entries) {
   return written;
 }
 
-// Queues the records of write items from `first` on, one behind the other, up to about `max_bytes`, or to the first item
-// whose tensor is not at hand. Returns the position behind the last one.
-// Args:
-//   tensors: by key the tensor of the CPU of which an item writes a box.
-//   boxes: by key and offsets where that box lies in the tensor, and its sizes.
-size_t queue_items(storage::RecordWriter& records, const py::list& items, size_t first, int64_t max_bytes,
-                   const py::dict& tensors, const py::dict& boxes, bool takes_sums) {
-  LocalMemories memories;
-  const int64_t end_bytes = core::checked_add(records.queued_bytes(), max_bytes);
-  size_t position = first;
-  for (; position < items.size() && records.queued_bytes() < end_bytes; ++position) {
-    const py::object item = items[position], data = item.attr("tensor_data"), index = item.attr("index");
-    const py::object fqn = index.attr("fqn"), offsets = index.attr("offset"), hint = index.attr("index");
-    const LocalMemory* const memory = data.is_none() || offsets.is_none() ? nullptr : memories.find(tensors, fqn);
-    const storage::ElementType* const type = memory == nullptr ? nullptr : storage::find_element_type(memory->dtype);
-    if (type == nullptr) break;
-    const py::object box = find_in(boxes, py::make_tuple(fqn, offsets));
-    if (!box) break;
-    const auto [local_offsets, sizes] = box.cast<std::pair<py::object, py::object>>();
-    storage::SavedRecord record;
-    record.fqn = to_utf8(fqn);
-    record.offsets = to_sizes(offsets);
-    record.has_offsets = true;
-    record.index_hint = hint.is_none() ? -1 : hint.cast<int64_t>();
-    record.dtype = memory->dtype;
-    record.sizes = to_sizes(sizes);
-    const std::optional<int64_t> begin = memory->find_box(to_sizes(local_offsets), record.sizes);
-    if (!begin || record.offsets.size() != record.sizes.size()) break;
-    std::optional<Sizes> global_sizes;
-    if (takes_sums) global_sizes = to_sizes(data.attr("size"));
-    records.add_tensor(std::move(record), *type, memory->address + static_cast<uintptr_t>(*begin * type->item_bytes),
-                       memory->strides, global_sizes);
-  }
-  return position;
-}
-
 }  // namespace
 
 void define_writes(py::module_& module) {
@@ -222,7 +248,12 @@ void define_writes(py::module_& module) {
       .def_property_readonly("parts", &Writes::parts)
       .def_property_readonly("fqns", &Writes::fqns)
       .def_property_readonly("part_of", &Writes::part_of)
-      .def("local_boxes", &Writes::local_boxes);
+      .def_property_readonly("num_items", &Writes::num_items)
+      .def_property_readonly("num_bytes", &Writes::num_bytes)
+      .def("select", &Writes::select, py::arg("positions"))
+      .def("local_boxes", &Writes::local_boxes)
+      .def("queue", &Writes::queue, py::arg("records"), py::arg("first"), py::arg("max_bytes"), py::arg("tensors"),
+           py::arg("takes_sums"));
   module.def("read_writes", &read_writes, py::arg("decision"), py::arg("names"), py::arg("kind_of"),
              py::arg("entries"));
   module.def("held_writes", &held_writes, py::arg("names"), py::arg("entries"));
@@ -233,8 +264,6 @@ void define_writes(py::module_& module) {
         return to_boxes(written_chunks(entry, &order));
       },
       py::arg("entry"), py::arg("steps"));
-  module.def("queue_items", &queue_items, py::arg("records"), py::arg("items"), py::arg("first"), py::arg("max_bytes"),
-             py::arg("tensors"), py::arg("boxes"), py::arg("takes_sums"));
 }
 
 }  // namespace torchtitan_ext::bindings

@@ -119,6 +119,8 @@ class JointTable {
   const std::vector<size_t>& sections_of(int64_t rank) const { return sections_of_[static_cast<size_t>(rank)]; }
   const std::vector<KeyClass>& classes() const { return classes_; }
   uint32_t class_of(uint32_t key) const { return class_of_[key]; }  // kNoClass for a key that nobody holds
+  // Whether some rank holds the key, and all that do agree on it.
+  bool is_agreed(uint32_t key) const { return class_of(key) != kNoClass && !classes_[class_of(key)].trouble; }
   const NumberedKind& kind_of(const Member& member) const {
     return kinds_[sections_[member.section].kinds[member.kind]];
   }

@@ -83,14 +83,14 @@ def test_what_saved_chunks_do_not_fill_is_counted() -> None:
     assert [(one.fqn, one.num_wanted, one.num_read) for one in overlapping] == [("b", 5, 9)]
 
 
-def test_write_items_are_those_of_the_class_in_the_order_of_keys() -> None:
+def test_write_items_are_those_of_the_class_values_first_and_then_in_the_order_of_keys() -> None:
     entry = BoxesEntry((8,), torch.float32, (((0,), (3,)), ((3,), (5,))), local_offsets=((0,), (3,)))
     entries: dict[str, KeyEntry] = {"c": entry, "b": ObjectEntry(), "a": entry}
     writes = _core.held_writes(encode_table(KeyTable(entries)).names, entries)
     items = write_items(writes)
-    assert [item.index.fqn for item in items] == ["c", "c", "a", "a", "b"]
-    check_same(items[4], WriteItem(MetadataIndex("b"), WriteItemType.BYTE_IO))
-    for item, (position, (offsets, sizes)) in zip(items[2:4], enumerate(entry.boxes), strict=True):
+    assert [item.index.fqn for item in items] == ["b", "c", "c", "a", "a"]
+    check_same(items[0], WriteItem(MetadataIndex("b"), WriteItemType.BYTE_IO))
+    for item, (position, (offsets, sizes)) in zip(items[3:5], enumerate(entry.boxes), strict=True):
         index = MetadataIndex("a", torch.Size(offsets), position)
         check_same(item.index, index)
         assert item.tensor_data is not None and item.tensor_data.chunk.sizes == torch.Size(sizes)

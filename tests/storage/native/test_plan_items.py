@@ -1,5 +1,6 @@
 """Items of plans that storage takes all at once: which of them it can, and that it asks no planner for these."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 import torchtitan_ext as tte
 from torchtitan_ext import _core
 from torchtitan_ext.storage.metadata.lazy_metadata import LazyDict
+from torchtitan_ext.storage.native.planned_items import ListedWrites, writes_of
 
 
 def state_of_all_kinds() -> dict[str, Any]:
@@ -242,14 +244,18 @@ def test_a_save_queues_up_to_the_first_item_that_is_not_at_hand(tmp_path: Path) 
     planner = tte.SavePlanner()
     planner.set_up_planner(state, is_coordinator=True)
     plans, _ = planner.create_global_plan([planner.create_local_plan()])
-    items = planner.finish_plan(plans[0]).items
-    sources = planner.local_sources(items)
-    assert sorted(sources.tensors) == ["w0", "w1", "w2", "w3"]
+    writes = writes_of(planner.finish_plan(plans[0]))
+    assert isinstance(writes, ListedWrites) and writes.fqns == ["value", "w0", "w1", "w2", "w3"]
+    sources = planner.local_sources(writes.fqns)
+    assert sorted(sources) == ["w0", "w1", "w2", "w3"]
     records = _core.RecordWriter(bytes(tmp_path / "file"), 1 << 20, 1, False)
-    positions = [item.index.fqn for item in items].index("value")
-    assert _core.queue_items(records, items, 0, 1 << 20, *sources, False) == positions
-    assert _core.queue_items(records, items, positions + 1, 1, *sources, False) == positions + 2
-    assert _core.queue_items(records, items, positions + 1, 1 << 20, *sources, False) == len(items)
-    without = {fqn: one for fqn, one in sources.tensors.items() if fqn != "w3"}
-    last = [item.index.fqn for item in items].index("w3")
-    assert _core.queue_items(records, items, last, 1 << 20, without, sources.boxes, False) == last
+    queue = partial(writes.queue, records, takes_sums=False)
+    assert queue(0, 1 << 20, sources) == 0, "a value is not at hand"
+    assert queue(1, 1, sources) == 2
+    assert queue(1, 1 << 20, sources) == 5
+    without = {fqn: one for fqn, one in sources.items() if fqn != "w3"}
+    assert queue(1, 1 << 20, without) == 4
+    some = writes.select([4, 0])
+    assert some.fqns == ["w3", "value"] and [item.index.fqn for item in some] == some.fqns
+    assert (writes.num_bytes, some.num_bytes) == (64, 16)
+    assert some.queue(records, 0, 1 << 20, sources, takes_sums=False) == 1

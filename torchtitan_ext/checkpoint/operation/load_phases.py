@@ -60,7 +60,7 @@ from torchtitan_ext.state.nested import holds_tensor, set_member
 from torchtitan_ext.storage import FileReader
 from torchtitan_ext.storage.futures import result_of
 from torchtitan_ext.storage.location import is_local
-from torchtitan_ext.storage.native.planned_reads import reads_of, split_plan
+from torchtitan_ext.storage.native.planned_items import reads_of, split_plan
 from torchtitan_ext.storage.weights.safetensors_reader import reader_at
 from torchtitan_ext.transforms.reader import MappedReader
 

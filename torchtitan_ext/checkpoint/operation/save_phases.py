@@ -206,7 +206,7 @@ def save_values(
     def write() -> Any:
         try:
             final_plan = planner.finish_plan(plan)
-            if isinstance(planner, SavePlanner):
+            if isinstance(planner, SavePlanner) and final_plan is not planner.plan:
                 check_final_items(planner, planner.plan.items, final_plan.items)
             if portions is not None:
                 portions.stage(final_plan, planner)

@@ -72,7 +72,7 @@ from torchtitan_ext.state.nested import FlatStateDict, Path, materialize_meta, o
 from torchtitan_ext.state.plain_value import DamagedBytesError, NotPlain, NotPlainError, check_classes, read_value
 from torchtitan_ext.storage.metadata.dcp_objects import saved_chunks
 from torchtitan_ext.storage.metadata.lazy_metadata import columns_behind, is_saved_tensor
-from torchtitan_ext.storage.native.planned_reads import ForeseenPlan, ListedReads, PlannedReads
+from torchtitan_ext.storage.native.planned_items import ForeseenPlan, ListedReads, PlannedReads
 
 
 class LoadPlanner(DefaultLoadPlanner):

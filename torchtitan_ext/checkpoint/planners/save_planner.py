@@ -7,7 +7,7 @@ import io
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -62,7 +62,8 @@ from torchtitan_ext.state.host_copies import packed_on_device
 from torchtitan_ext.state.nested import flat_keys
 from torchtitan_ext.storage.formats.safetensors_files import OWN_NOTES
 from torchtitan_ext.storage.metadata.saved_metadata import WORLD_KEY
-from torchtitan_ext.storage.native.file_writer import FilePrefix, LocalSources
+from torchtitan_ext.storage.native.file_writer import FilePrefix
+from torchtitan_ext.storage.native.planned_items import ListedWrites, PlannedWrites
 from torchtitan_ext.storage.raw_tensor import dtype_name, raw_memory
 from torchtitan_ext.storage.weights.layout import dtype_problems, name_problems, value_problem
 from torchtitan_ext.storage.weights.writer import StagedWeights, WeightsMeta
@@ -143,7 +144,9 @@ class SavePlanner(DefaultSavePlanner):
         self.tied: dict[str, str] = {}
         self._table = KeyTable({})
         self._encoded: EncodedTable = encode_table(self._table)
-        self._boxes: dict[tuple[str, tuple[int, ...]], Box] = {}
+        self._writes: _core.Writes
+        # Of what is written; ``None`` before one is asked for.
+        self._boxes: dict[tuple[str, tuple[int, ...]], Box] | None = {}
         self.num_ranks: int | None = None
         """Of a save by ``tte.save`` the ranks that take part; else those of the default process group do."""
         self._is_set_up = False
@@ -251,18 +254,18 @@ class SavePlanner(DefaultSavePlanner):
             check_write_items(self, self._shown_items(), new_plan.items)
             check_storage_takes(new_plan.planner_data, new_plan.storage_data)
             writes = self._read_writes(new_plan)
-            self.plan = dataclasses.replace(new_plan, items=write_items(writes))
+            self.plan = _plan_of(writes, new_plan)
             if self._enable_plan_caching:
                 plan_cache.remember(StockSavePlanner._cached_save_plan, self._cached_plans_key, new_plan)
                 plan_cache.remember(StockSavePlanner._cached_final_save_plan, self._cached_plans_key, self.plan)
                 plan_cache.forget_unknown(StockSavePlanner._cached_final_save_plan, new_plan.planner_data.known_tokens)
         else:
             cached = StockSavePlanner._cached_final_save_plan[self._cached_plans_key]
-            self.plan = dataclasses.replace(cached, storage_data=new_plan.storage_data or cached.storage_data)
-            writes = self._read_writes(self.plan)
-        self._boxes = writes.local_boxes()
+            writes = self._read_writes(cached)
+            self.plan = _plan_of(writes, cached, new_plan.storage_data or cached.storage_data)
+        self._writes, self._boxes = writes, None
         self._num_unwritten = 0
-        self.expect_requests(len(self.plan.items))
+        self.expect_requests(writes.num_items)
         # A subclass may change the list: it gets a copy.
         is_shared = sees_items(self, SavePlanner)
         return dataclasses.replace(self.plan, items=list(self.plan.items)) if is_shared else self.plan
@@ -274,17 +277,17 @@ class SavePlanner(DefaultSavePlanner):
         is_packed_later = isinstance(self.plan.storage_data, (FilePrefix, StagedWeights))
         return value if isinstance(value, io.BytesIO) or is_packed_later else packed_on_device(value)
 
-    def local_sources(self, items: Sequence[WriteItem]) -> LocalSources:
+    def local_sources(self, fqns: Iterable[str]) -> dict[str, torch.Tensor]:
         """The local tensors that storage writes without ``resolve_data``; see ``HasLocalSources``."""
         tensors = {}
         if not overrides(self, SavePlanner, "resolve_data", "lookup_object", "transform_object"):
-            for fqn in {item.index.fqn for item in items}:
+            for fqn in fqns:
                 entry = self._table.entries.get(fqn)
                 if lies_in_local(entry) and num_elements(entry.global_shape) > 0:
                     local = local_tensor(self.state_dict[fqn])
                     if local.is_cpu and raw_memory(local) is local:
                         tensors[fqn] = local
-        return LocalSources(tensors, self._boxes)
+        return tensors
 
     def expect_requests(self, num_more: int) -> None:
         """Storage will call ``resolve_data`` so many times more than it said before; at first once for each item."""
@@ -301,6 +304,8 @@ class SavePlanner(DefaultSavePlanner):
         shape = entry.global_shape
         if num_elements(shape) == 0:
             return local if tuple(local.shape) == shape else local.new_empty(shape)
+        if self._boxes is None:
+            self._boxes = self._writes.local_boxes()
         box = box_of(local, *self._boxes[index.fqn, tuple(index.offset or ())])
         if isinstance(box, str):  # local plans could not check this order of sharding
             raise refusal("save", [Problem("unsupported_tensor", index.fqn, box)])
@@ -397,6 +402,12 @@ class SavePlanner(DefaultSavePlanner):
         may_divide = not any(table.keeps_shards for table in tables)
         is_lowest = self.dedup_save_to_lowest_rank
         return _core.WritePlan(agreement.joint, is_lowest, lowest, hosts, compared.equal, may_divide)
+
+
+def _plan_of(writes: _core.Writes, plan: SavePlan, storage_data: Any = None) -> PlannedWrites:
+    """The plan with these items, which nobody needs as objects where our writer writes them."""
+    data = plan.storage_data if storage_data is None else storage_data
+    return PlannedWrites(None, data, plan.planner_data, plan.usable, listed=ListedWrites(writes, write_items))
 
 
 def _without_tied(values: Mapping[str, Any], table: KeyTable) -> KeyTable:

@@ -30,7 +30,7 @@ from torchtitan_ext.storage.metadata.metadata_file import metadata_of
 from torchtitan_ext.storage.metadata.saved_metadata import SavedMetadata, read_index_beside, read_without_index
 from torchtitan_ext.storage.native.device_buckets import bucket_bytes_of
 from torchtitan_ext.storage.native.open_files import OpenFiles
-from torchtitan_ext.storage.native.planned_reads import ForeseenPlan, ListedReads, reads_of
+from torchtitan_ext.storage.native.planned_items import ForeseenPlan, ListedReads, reads_of
 from torchtitan_ext.storage.native.read_batch import ReadBatch
 from torchtitan_ext.storage.native.verified_files import VerifiedFiles, Verify
 from torchtitan_ext.storage.progress import progress

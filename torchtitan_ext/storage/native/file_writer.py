@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, get_args, runtime_checkable
+from typing import Any, Protocol, get_args, runtime_checkable
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ from torch.futures import Future
 from torchtitan_ext import _core
 from torchtitan_ext.dcp_private import StreamTransformExtension
 from torchtitan_ext.errors import Problem, WrongValueError, named, only_printed, refusal, warn
-from torchtitan_ext.layout.layout import Box
 from torchtitan_ext.layout.wrapper import without_slack
 from torchtitan_ext.storage.checkpoint_files import BLOCK_BYTES, index_path, kept_name, metadata_path, thread_count_of
 from torchtitan_ext.storage.commit.branch import (
@@ -43,6 +42,7 @@ from torchtitan_ext.storage.location import Place, is_local
 from torchtitan_ext.storage.metadata.metadata_file import encode_metadata, encode_tables, send_as_place
 from torchtitan_ext.storage.metadata.saved_metadata import DCP_VERSION
 from torchtitan_ext.storage.native.device_buckets import OutgoingBuckets, bucket_bytes_of
+from torchtitan_ext.storage.native.planned_items import ListedWrites, writes_of
 from torchtitan_ext.storage.native.shared_files import (
     CountsRequests,
     EarlierFiles,
@@ -76,23 +76,13 @@ class WritesInPortions(Protocol):
     def portions(self, items: list[WriteItem]) -> Iterable[list[WriteItem]]: ...
 
 
-class LocalSources(NamedTuple):
-    """Where what a rank writes lies in its memory.
-
-    Attributes:
-        tensors: By key its local tensor, on the CPU, plain memory of a dtype of ``ELEMENT_TYPES``.
-        boxes: By key and offsets of a written box where it lies in the local tensor, and its sizes.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    boxes: dict[tuple[str, tuple[int, ...]], Box]
-
-
 @runtime_checkable
 class HasLocalSources(CountsRequests, Protocol):
-    """A planner that need not be asked for items whose boxes lie in tensors that it gives beforehand."""
+    """A planner that need not be asked for items of its list whose boxes lie in tensors that it gives beforehand."""
 
-    def local_sources(self, items: Sequence[WriteItem]) -> LocalSources: ...
+    def local_sources(self, fqns: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Of these keys the local tensors on the CPU that are plain memory of a dtype of ``ELEMENT_TYPES``."""
+        ...
 
 
 class CommitsSaves(Protocol):
@@ -379,20 +369,22 @@ class FileWriter(StorageWriter):
         planner: SavePlanner,
         earlier: EarlierFiles | None,
         names: tuple[str, str],
-        write_file: Callable[[str, list[WriteItem], SavePlanner, Unchanged], _core.RankFile],
+        write_file: Callable[[str, Sequence[WriteItem], SavePlanner, Unchanged], _core.RankFile],
     ) -> WrittenFiles | None:
         """Writes the items that need not lie in files of an earlier checkpoint: what has changed, and what has not."""
-        items = values_first(plan.items)
+        items = writes_of(plan)
         if not items:
             return None
+        if not isinstance(items, ListedWrites):
+            items = values_first(items)
         if earlier is None:
             return WrittenFiles([write_file(names[0], items, planner, _NOT_COMPARED)])
         if isinstance(planner, WritesInPortions):
             reason = "a state that is staged in portions is written before it is known what has changed"
             return WrittenFiles([write_file(names[0], items, planner, _NOT_COMPARED)], not_reused=reason)
         unchanged = share_unchanged(items, planner, earlier)
-        kept = [item for item in items if item.index in unchanged.kept]
-        changed = [item for item in items if item.index not in unchanged.kept | unchanged.reused]
+        kept = _chosen(items, lambda item: item.index in unchanged.kept)
+        changed = _chosen(items, lambda item: item.index not in unchanged.kept | unchanged.reused)
         groups = zip(names, (changed, kept), strict=True)
         written = [write_file(name, group, planner, unchanged) for name, group in groups if group]
         return WrittenFiles(written, unchanged.shared, unchanged.not_reused)
@@ -401,7 +393,7 @@ class FileWriter(StorageWriter):
         self,
         place: SavePlace,
         name: str,
-        items: list[WriteItem],
+        items: Sequence[WriteItem],
         planner: SavePlanner,
         unchanged: Unchanged,
     ) -> _core.RankFile:
@@ -414,7 +406,7 @@ class FileWriter(StorageWriter):
         self,
         records: _core.RecordWriter,
         write_queued: Callable[[], None],
-        items: list[WriteItem],
+        items: Sequence[WriteItem],
         planner: SavePlanner,
         unchanged: Unchanged,
     ) -> None:
@@ -432,15 +424,14 @@ class FileWriter(StorageWriter):
                 lambda: bucket_bytes_of(tensor_bytes(items)),
                 takes_sums=self.fingerprints,
             )
-            for portion in planner.portions(items) if isinstance(planner, WritesInPortions) else [items]:
-                done = 0
-                giver = planner if isinstance(planner, HasLocalSources) else None
-                sources = None if giver is None else giver.local_sources(portion)
+            portions: Iterable[Sequence[WriteItem]] = [items]
+            if isinstance(planner, WritesInPortions):
+                portions = planner.portions(list(items))
+            for portion in portions:
+                done, add_straight = 0, batch.straight(portion, planner)
                 while done < len(portion):
                     first = done
-                    if giver is not None and sources is not None:
-                        done = batch.add_items(portion, first, sources)
-                        giver.expect_requests(first - done)
+                    done = add_straight(first)
                     if done == first:
                         item = portion[done]
                         value = unchanged.values.pop(item.index, None)
@@ -458,6 +449,12 @@ class FileWriter(StorageWriter):
 def values_first(items: Sequence[WriteItem]) -> list[WriteItem]:
     """As stock writes them: planners may count on it."""
     return sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO)
+
+
+def _chosen(items: Sequence[WriteItem], is_chosen: Callable[[WriteItem], bool]) -> Sequence[WriteItem]:
+    """Some of the items, as the list that they are."""
+    positions = [position for position, item in enumerate(items) if is_chosen(item)]
+    return items.select(positions) if isinstance(items, ListedWrites) else [items[position] for position in positions]
 
 
 def _not_followed(argument: str, got: object, expected: str) -> WrongValueError:
@@ -501,13 +498,22 @@ class _Batch:
         """Of the host: queued, or to be queued behind tensors of an accelerator."""
         return self._records.queued_bytes + self._waiting_bytes
 
-    def add_items(self, items: list[WriteItem], first: int, sources: LocalSources) -> int:
-        """Adds items from ``first`` on whose bytes lie in ``sources``, which the caller keeps until they are written.
-        Returns the position of the first one that was not added."""
-        if self._buckets is not None:  # these would have to wait behind tensors of an accelerator
-            return first
-        room = BATCH_BYTES - self.held_bytes
-        return _core.queue_items(self._records, items, first, room, *sources, self._takes_sums)
+    def straight(self, portion: Sequence[WriteItem], planner: SavePlanner) -> Callable[[int], int]:
+        """Adds items from a position on, as far as the planner need not be asked for them; returns the position of the
+        first one that was not added."""
+        if not isinstance(planner, HasLocalSources) or not isinstance(portion, ListedWrites):
+            return lambda first: first
+        sources = planner.local_sources(set(portion.fqns))
+
+        def add(first: int) -> int:
+            if self._buckets is not None:  # these would have to wait behind tensors of an accelerator
+                return first
+            room = BATCH_BYTES - self.held_bytes
+            done = portion.queue(self._records, first, room, sources, takes_sums=self._takes_sums)
+            planner.expect_requests(first - done)
+            return done
+
+        return add
 
     def add_value(self, item: WriteItem, value: io.BytesIO) -> None:
         content = np.frombuffer(value.getbuffer(), dtype=np.uint8)
@@ -571,6 +577,8 @@ def _write_queued(
 
 def tensor_bytes(items: Sequence[WriteItem]) -> int:
     """The size of all tensors, without values and the frames of records."""
+    if isinstance(items, ListedWrites):
+        return items.num_bytes
     return sum(item.tensor_storage_size() or 0 for item in items)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +16,7 @@ from torchtitan_ext.storage.checkpoint_files import BLOCK_BYTES, data_name, kept
 from torchtitan_ext.storage.commit.steps import own_pattern
 from torchtitan_ext.storage.location import Location, is_in_object_store
 from torchtitan_ext.storage.native.file_writer import FilePrefix, FileWriter, tensor_bytes
+from torchtitan_ext.storage.native.planned_items import writes_of
 from torchtitan_ext.storage.native.shared_files import CopiedObjects, Unchanged, WrittenFiles
 from torchtitan_ext.storage.objects.commit import begin_object_save
 from torchtitan_ext.storage.objects.folder import ObjectFolder
@@ -120,7 +122,7 @@ class ObjectWriter(FileWriter):
             return None
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> WrittenFiles | None:
-        if not plan.items:
+        if not writes_of(plan):
             return None
         to: ObjectPrefix = plan.storage_data
         earlier = None
@@ -130,7 +132,7 @@ class ObjectWriter(FileWriter):
         return self._write_changed(plan, planner, earlier, names, partial(self._write_object, to.save_id))
 
     def _write_object(
-        self, save_id: str, name: str, items: list[WriteItem], planner: SavePlanner, unchanged: Unchanged
+        self, save_id: str, name: str, items: Sequence[WriteItem], planner: SavePlanner, unchanged: Unchanged
     ) -> _core.RankFile:
         path, num_threads = os.fsencode(self._folder / name), thread_count_of(self.thread_count)
         records = _core.RecordWriter(path, BLOCK_BYTES, num_threads, False, to_memory=True)

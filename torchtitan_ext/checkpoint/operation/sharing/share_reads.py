@@ -31,7 +31,7 @@ from torchtitan_ext.checkpoint.operation.sharing.requests import (
 from torchtitan_ext.checkpoint.operation.sharing.rounds import Rounds
 from torchtitan_ext.checkpoint.planners.items import ReadDecision, in_file_order
 from torchtitan_ext.checkpoint.rules.report import ReadSharing
-from torchtitan_ext.storage.native.planned_reads import ListedReads, reads_of
+from torchtitan_ext.storage.native.planned_items import ListedReads, reads_of
 
 # For "auto". Below these, a load is so short that nothing is worth trying.
 _MIN_WANTED_BYTES = 64 << 20

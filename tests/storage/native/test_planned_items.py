@@ -10,14 +10,22 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.states import differences
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, WriteItem
 
 import torchtitan_ext as tte
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.planners import load_planner
-from torchtitan_ext.checkpoint.planners.items import read_items
+from torchtitan_ext.checkpoint.planners import load_planner, save_planner
+from torchtitan_ext.checkpoint.planners.items import read_items, write_items
+from torchtitan_ext.errors import WrongArgumentError
 from torchtitan_ext.storage.metadata.lazy_metadata import columns_behind
-from torchtitan_ext.storage.native.planned_reads import ListedReads, PlannedReads, reads_of, split_plan
+from torchtitan_ext.storage.native.planned_items import (
+    ListedReads,
+    PlannedReads,
+    PlannedWrites,
+    reads_of,
+    split_plan,
+    writes_of,
+)
 
 
 def a_state() -> dict[str, Any]:
@@ -67,13 +75,20 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         made.extend(item.dest_index.fqn for item in items)
         return items
 
+    def noted_writes(writes: _core.Writes) -> list[WriteItem]:
+        items = write_items(writes)
+        made.extend(item.index.fqn for item in items)
+        return items
+
     monkeypatch.setattr(load_planner, "read_items", noted)
+    monkeypatch.setattr(save_planner, "write_items", noted_writes)
     return made
 
 
 def test_a_load_makes_items_of_values_alone(tmp_path: Path, made: list[str]) -> None:
     state = {fqn: one for fqn, one in a_state().items() if fqn != "half"}
     tte.save(state, tmp_path, no_dist=True)
+    made.clear()
     loaded = {fqn: one for fqn, one in zeros().items() if fqn != "half"}
     tte.load(loaded, tmp_path, no_dist=True)
     assert differences(loaded, state) == []
@@ -156,7 +171,7 @@ def test_a_list_of_a_key_that_the_metadata_lacks_names_it(
     plan = plan_of(tte.FileReader(saved), tte.LoadPlanner(), {"z": torch.zeros(3, 4), "a": zeros()["a"]})
     reads = listed(plan)
     assert columns is not None and reads.with_records().lost is None
-    lost = ListedReads(reads._reads, columns, read_items)
+    lost = ListedReads(reads._list, columns, read_items)
     assert lost.with_records().lost == 0
     with pytest.raises(ValueError, match="a is not in the metadata"):
         _ = lost.num_bytes
@@ -165,3 +180,72 @@ def test_a_list_of_a_key_that_the_metadata_lacks_names_it(
     with pytest.raises(KeyError, match="'z'"):
         reader.read_data(PlannedReads(listed=lost), tte.LoadPlanner()).wait()
     assert lost[0].storage_index == MetadataIndex("z", torch.Size([0, 0]))
+
+
+def plan_of_save(planner: tte.SavePlanner, state: dict[str, Any]) -> SavePlan:
+    planner.set_up_planner(state, is_coordinator=True)
+    (plan,), _ = planner.create_global_plan([planner.create_local_plan()])
+    return planner.finish_plan(plan)
+
+
+def test_a_save_of_tensors_at_hand_makes_no_items(tmp_path: Path, made: list[str]) -> None:
+    state = {fqn: a_state()[fqn] for fqn in ("z", "a")}
+    for number in range(2):
+        tte.save(state, tmp_path / str(number), planner=tte.SavePlanner(enable_plan_caching=True), no_dist=True)
+    assert made == []
+    loaded = {fqn: zeros()[fqn] for fqn in state}
+    tte.load(loaded, tmp_path / "1", no_dist=True)
+    assert differences(loaded, state) == []
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_the_rest_of_a_save_gets_items(tmp_path: Path, reuse: bool) -> None:
+    """With an earlier checkpoint, of which all but one key is taken."""
+    state = a_state()
+    if reuse:
+        tte.save(state, tmp_path / "step-1", fingerprints=True, no_dist=True)
+        state["z"] = state["z"] + 1
+    tte.save(state, tmp_path / "step-2", reuse="latest" if reuse else None, no_dist=True)
+    loaded = zeros()
+    tte.load(loaded, tmp_path / "step-2", no_dist=True)
+    assert differences(loaded, state) == []
+
+
+def test_items_of_a_save_are_made_once_and_travel(tmp_path: Path) -> None:
+    plan = plan_of_save(tte.SavePlanner(), a_state())
+    assert isinstance(plan, PlannedWrites) and len(writes_of(plan)) == 5
+    items = plan.items
+    assert [item.index.fqn for item in items] == ["value.epoch", "value.name", "z", "a", "half"]
+    assert plan.items is items and writes_of(plan) is items
+    travelled = pickle.loads(pickle.dumps(plan))
+    assert type(travelled) is SavePlan and travelled == SavePlan(items, plan.storage_data, plan.planner_data)
+
+
+def test_a_planner_that_reorders_the_final_items_is_followed(tmp_path: Path) -> None:
+    class Reversed(tte.SavePlanner):
+        def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+            plan = super().finish_plan(new_plan)
+            plan.items.reverse()
+            return plan
+
+    tte.save(a_state(), tmp_path / "reversed", planner=Reversed(), no_dist=True)
+    tte.save(a_state(), tmp_path / "as_is", no_dist=True)
+    loaded = zeros()
+    tte.load(loaded, tmp_path / "reversed", no_dist=True)
+    assert differences(loaded, a_state()) == []
+    first = [
+        min(tte.FileReader(tmp_path / name).read_metadata().storage_data.items(), key=lambda one: one[1].offset)[0].fqn
+        for name in ("reversed", "as_is")
+    ]
+    assert first == ["value.name", "value.epoch"]
+
+
+def test_a_planner_that_leaves_out_a_final_item_is_refused(tmp_path: Path) -> None:
+    class Shorter(tte.SavePlanner):
+        def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+            plan = super().finish_plan(new_plan)
+            del plan.items[-1]
+            return plan
+
+    with pytest.raises(WrongArgumentError, match="lacks items of half"):
+        tte.save(a_state(), tmp_path, planner=Shorter(), no_dist=True)
