@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -81,7 +82,7 @@ def flatten_to_host_(tensors: Sequence[Tensor], out: Tensor) -> None:
         tensors: Plain memory, any strides, neither conjugated nor negated.
         out: As there; pinned, or copies are slow. What alignment leaves free may be unchanged.
     """
-    groups = [list(group) for _, group in itertools.groupby(tensors, key=lambda tensor: tensor.device)]
+    groups = [list(group) for _, group in itertools.groupby(tensors, key=attrgetter("device"))]
     for group in groups:
         if group[0].is_cpu:
             ops.flatten_into_(group, out)

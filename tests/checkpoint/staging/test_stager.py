@@ -17,6 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import torchtitan_ext as tte
 from torchtitan_ext.checkpoint.staging.stager import CpuStager
 from torchtitan_ext.errors import WrongValueError
+from torchtitan_ext.layout.dtensor import local_tensor
 
 Pair = namedtuple("Pair", "weight step")
 
@@ -56,6 +57,28 @@ def test_shards_that_are_views(name: str) -> None:
     assert isinstance(copied, DTensor)
     assert (copied.placements, copied.shape) == (tensor.placements, tensor.shape)
     assert same_bits(copied.to_local(), VIEWS[name].resolve_conj().resolve_neg())
+
+
+def test_shards_of_a_model_and_its_optimizer_are_copied_with_their_flags() -> None:
+    """Some of them empty, as on the last rank of an uneven dim."""
+    state = {
+        "weight": torch.nn.Parameter(shard(torch.arange(6.0).view(2, 3))),
+        "frozen": torch.nn.Parameter(shard(torch.ones(2, 3)), requires_grad=False),
+        "empty": torch.nn.Parameter(shard(torch.zeros(0, 3))),
+        "other_empty": shard(torch.zeros(0, 2)),
+        "moment": shard(torch.full((2, 3), 2.0)),
+        "step": torch.tensor(3.0),
+        "plain": torch.nn.Parameter(torch.ones(2)),
+    }
+    copied = CpuStager().stage(state)
+    for name, tensor in state.items():
+        made, local, of_made = copied[name], local_tensor(tensor), local_tensor(copied[name])
+        assert (made.requires_grad, made.shape, made.dtype) == (tensor.requires_grad, tensor.shape, tensor.dtype), name
+        assert torch.equal(of_made, local) and (local.numel() == 0 or of_made.data_ptr() != local.data_ptr()), name
+        if isinstance(tensor, DTensor):
+            assert type(made) is DTensor and made._spec == tensor._spec, name
+            with torch.no_grad():
+                assert torch.equal(local_tensor(made + made), local + local), "it is a DTensor to operators too"
 
 
 def test_later_changes_do_not_reach_the_copy() -> None:

@@ -14,7 +14,6 @@ from torchtitan_ext.dcp_private import ShardedTensor
 from torchtitan_ext.layout.dtensor import (
     describes_itself,
     held_tensor,
-    is_bare,
     is_wrapper,
     local_tensor,
     with_local,
@@ -46,21 +45,20 @@ class StateMemory:
         self._found = {id(tensor): tensor for tensor in found}
         self._positions: dict[Any, int] = {}  # in ``tensors``, by what tells views of one memory apart
         self._originals: list[torch.Tensor] = []  # of ``tensors``: no other tensor may get their memory meanwhile
-        self._recipes: list[Recipe] | None = None  # of the tensors found; without them, those are ``tensors``
-        found = list(self._found.values())
-        if _are_plain(found) and len({tensor.data_ptr() for tensor in found}) == len(found):
-            self.tensors = found
+        # Of the tensors found; without them, ``tensors`` are those or their local tensors.
+        self._recipes: list[Recipe] | None = None
+        held = [held_tensor(one) if isinstance(one, DTensor) else one for one in self._found.values()]
+        if _are_plain(held) and not _share_memory(held):
+            self.tensors = held
         else:
-            self._recipes = list(map(self._recipe, found))
+            self._recipes = list(map(self._recipe, self._found.values()))
 
     def around(self, copies: Sequence[torch.Tensor]) -> dict[Any, Any]:
         """A deep copy of the state dict in which these contiguous copies of ``tensors`` stand for them."""
         if self._recipes is not None:
             copies = [recipe(copies) for recipe in self._recipes]
         else:
-            for tensor, made in zip(self.tensors, copies, strict=True):
-                if tensor.requires_grad:
-                    made.requires_grad_()
+            copies = list(map(_made_like, self._found.values(), self.tensors, copies))
         return copy.deepcopy(self._state_dict, dict(zip(self._found, copies, strict=True)))
 
     def _recipe(self, tensor: torch.Tensor) -> Recipe:
@@ -99,11 +97,24 @@ class StateMemory:
         return position
 
 
+def _made_like(tensor: torch.Tensor, held: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
+    """The tensor again, around a copy of what it holds."""
+    if held.requires_grad:
+        copied.requires_grad_()
+    return with_local(tensor, copied) if isinstance(tensor, DTensor) else copied
+
+
+def _share_memory(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the memory of two of them begins in one place."""
+    addresses = [tensor.data_ptr() for tensor in tensors if tensor.numel() > 0]
+    return len(set(addresses)) < len(addresses)
+
+
 def _are_plain(tensors: Sequence[torch.Tensor]) -> bool:
     return all(
-        (type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter)
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and _is_dense(tensor)
-        and not (tensor.is_conj() or tensor.is_neg() or (not is_bare(tensor) and describes_itself(tensor)))
+        and not (tensor.is_conj() or tensor.is_neg() or (tensor.__dict__ and describes_itself(tensor)))
         for tensor in tensors
     )
 
