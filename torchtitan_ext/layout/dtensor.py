@@ -61,11 +61,12 @@ def holds_wrapper(tensor: torch.Tensor) -> bool:
 
 def why_not_dense(local: torch.Tensor) -> str | None:
     """Why the elements of a local tensor are not one block of strided memory, or ``None`` where they are."""
-    if isinstance(local, FakeTensor):
+    is_torchs_own = type(local) is torch.Tensor  # most are, and then two questions need not be asked
+    if not is_torchs_own and isinstance(local, FakeTensor):
         return "is a fake tensor, which has no values; give it memory outside of FakeTensorMode"
     if local.is_nested:
         return "is a nested tensor, which has no one shape; store list(tensor.unbind())"
-    if is_traceable_wrapper_subclass(local):
+    if not is_torchs_own and is_traceable_wrapper_subclass(local):
         return (
             f"its local tensor is a {type(local).__name__}, which is not one block of memory; "
             "dequantise it or give it __create_write_items__"
@@ -202,10 +203,10 @@ def is_on_mesh(tensor: torch.Tensor) -> bool:
 
 def describes_itself(value: Any) -> bool:
     """Whether a value says itself which boxes a rank holds: by its attributes, or by DCP's hooks."""
-    return has_own_boxes(value) or _has_hooks(value)
+    return has_own_boxes(value) or has_hooks(value)
 
 
-def _has_hooks(value: Any) -> bool:
+def has_hooks(value: Any) -> bool:
     """Whether DCP's hooks, on the value or on a DTensor's local tensor, say which boxes a rank holds."""
     if isinstance(value, ShardedTensor):
         return True

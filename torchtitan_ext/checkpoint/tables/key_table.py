@@ -25,7 +25,7 @@ from torchtitan_ext.dcp_private import ShardedTensor, create_chunk_list
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.layout.dtensor import (
     Describer,
-    describes_itself,
+    has_hooks,
     holds_wrapper,
     is_bare,
     is_on_mesh,
@@ -333,7 +333,7 @@ def _describe_tensor(
     bare = is_bare(value)
     if not bare and has_own_boxes(value):
         return _describe_own_boxes(fqn, value)
-    if not bare and describes_itself(value):
+    if not bare and has_hooks(value):
         chunks = create_chunk_list(value)
         boxes = tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks)
         return BoxesEntry(tuple(value.size()), value.dtype, boxes, bool(getattr(value, "requires_grad", False)))
@@ -347,7 +347,7 @@ def _describe_tensor(
         return report
     alike = (id(report), value.dtype, value.requires_grad)
     if alike not in known:
-        known[alike] = TensorEntry(report, value.dtype, value.requires_grad)
+        known[alike] = TensorEntry(report, *alike[1:])
     return known[alike]
 
 
