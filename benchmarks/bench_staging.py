@@ -27,6 +27,8 @@ import torch.distributed.checkpoint as dcp
 from result_file import write_results
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import torchtitan_ext as tte
 from torchtitan_ext import ops
@@ -149,10 +151,13 @@ def main() -> None:
 
     large = [torch.randn(512 * MIB // 120 // 4) for _ in range(120)]
     small = [torch.randn(512) for _ in range(4000)]
+    mesh = init_device_mesh("cpu", (1,))
+    shards = [DTensor.from_local(tensor, mesh, [Shard(0)]) for tensor in small]
     columns = [torch.randn(2048, 2048)[:, : 2048 // 4] for _ in range(64)]
     cases = {
         "512 MB in 120 tensors": (large, {"memcpy": memcpy_of(large)}),
         "4,000 tensors of 2 KiB": (small, {"flatten_into_": flatten_of(small), "memcpy": memcpy_of(small)}),
+        "4,000 DTensors of 2 KiB": (shards, {"flatten_into_": flatten_of(small), "memcpy": memcpy_of(small)}),
         "64 shards of columns, 256 MB": (columns, {"packed by hand": copies_of(columns)}),
     }
     results: dict[str, Any] = {}
