@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.storage import StorageWriter
+from torch.distributed.tensor import DTensor
 
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.checkpoint.operation.save_job import SaveJob
@@ -161,17 +162,22 @@ def save_shared(
 
 
 class _SharingPickler(pickle.Pickler):
-    """Writes tensors in shared memory as their position there, whether they require grad, and their attributes."""
+    """Writes tensors in shared memory as their position there, whether they require grad, and their attributes.
+
+    Not by ``persistent_id``, which is asked for each object: a DTensor consists of some sixty.
+    """
 
     def __init__(self, stream: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(stream)
         self._positions = {tensor.data_ptr(): position for position, tensor in enumerate(tensors) if tensor.numel() > 0}
 
-    def persistent_id(self, value: Any) -> Any:
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is DTensor:
+            return _made_dtensor, (value._local_tensor, value._spec, value.requires_grad, vars(value))
         if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_meta:
-            return None
+            return NotImplemented
         position = self._positions.get(value.data_ptr())
-        return None if position is None else (position, value.requires_grad, vars(value))
+        return NotImplemented if position is None else (_shared, (position, value.requires_grad, vars(value)))
 
 
 class _SharingUnpickler(pickle.Unpickler):
@@ -179,8 +185,21 @@ class _SharingUnpickler(pickle.Unpickler):
         super().__init__(stream)
         self._tensors = tensors
 
-    def persistent_load(self, number: Any) -> torch.Tensor:
-        position, requires_grad, attributes = number
+    def find_class(self, module: str, name: str) -> Any:
+        return self._tensor if (module, name) == (__name__, _shared.__name__) else super().find_class(module, name)
+
+    def _tensor(self, position: int, requires_grad: bool, attributes: dict[str, Any]) -> torch.Tensor:
         tensor = self._tensors[position].detach().requires_grad_(requires_grad)
         vars(tensor).update(attributes)
         return tensor
+
+
+def _shared(position: int, requires_grad: bool, attributes: dict[str, Any]) -> torch.Tensor:
+    """Stands for a tensor in shared memory, which a ``_SharingUnpickler`` has."""
+    raise pickle.UnpicklingError("a tensor in memory that is not shared here")
+
+
+def _made_dtensor(local: torch.Tensor, spec: Any, requires_grad: bool, attributes: dict[str, Any]) -> DTensor:
+    made: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
+    vars(made).update(attributes)
+    return made
