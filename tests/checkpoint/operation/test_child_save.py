@@ -39,11 +39,14 @@ def test_a_child_gets_what_was_staged() -> None:
     state = a_state()
     memory = StateMemory(state)
     copies, _ = CpuStager().copy(memory.tensors)
+    staged = memory.around(copies)
+    staged["frozen"].note = staged["plain"].note = "kept"
     stream = io.BytesIO()
-    _SharingPickler(stream, copies).dump(memory.around(copies))
+    _SharingPickler(stream, copies).dump(staged)
     content = stream.getvalue()
     got = _SharingUnpickler(io.BytesIO(content), copies).load()
     assert got["value"] == state["value"] and got["tied"] is got["weight"]
+    assert got["frozen"].note == got["plain"].note == "kept"
     for name in ("weight", "frozen", "alias", "empty", "plain"):
         made, tensor = got[name], state[name]
         assert (type(made), made.requires_grad) == (type(tensor) if name == "plain" else DTensor, tensor.requires_grad)

@@ -25,6 +25,7 @@ from torchtitan_ext.checkpoint.staging.copies import StateMemory
 from torchtitan_ext.checkpoint.staging.host_buffers import mapped_memory
 from torchtitan_ext.checkpoint.staging.stager import CpuStager, flat_bytes, tensors_in
 from torchtitan_ext.errors import CheckpointFailedError, LostRankError, StateRefusedError, WrongValueError
+from torchtitan_ext.layout.dtensor import dtensor_of, made_of
 from torchtitan_ext.ranks.side_group import GroupOffer, known_to_all
 from torchtitan_ext.ranks.store_address import StoreAddress, address_of_default_store
 from torchtitan_ext.storage.commit.branch import remember_step
@@ -173,7 +174,7 @@ class _SharingPickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is DTensor:
-            return _made_dtensor, (value._local_tensor, value._spec, value.requires_grad, vars(value))
+            return dtensor_of, made_of(value), vars(value), None, None, _set_attributes
         if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_meta:
             return NotImplemented
         position = self._positions.get(value.data_ptr())
@@ -190,7 +191,7 @@ class _SharingUnpickler(pickle.Unpickler):
 
     def _tensor(self, position: int, requires_grad: bool, attributes: dict[str, Any]) -> torch.Tensor:
         tensor = self._tensors[position].detach().requires_grad_(requires_grad)
-        vars(tensor).update(attributes)
+        _set_attributes(tensor, attributes)
         return tensor
 
 
@@ -199,7 +200,5 @@ def _shared(position: int, requires_grad: bool, attributes: dict[str, Any]) -> t
     raise pickle.UnpicklingError("a tensor in memory that is not shared here")
 
 
-def _made_dtensor(local: torch.Tensor, spec: Any, requires_grad: bool, attributes: dict[str, Any]) -> DTensor:
-    made: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
-    vars(made).update(attributes)
-    return made
+def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
+    vars(tensor).update(attributes)
