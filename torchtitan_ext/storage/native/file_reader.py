@@ -137,8 +137,8 @@ class FileReader(VerifiedFiles, StorageReader):
             remember_step(self.path)
         if self._mark is None:
             return plan
-        reads = plan.foresee() if isinstance(plan, ForeseenPlan) else plan.items
-        blocks = self._foreseen_blocks(reads) if reads and self.verify == "auto" and _has_other_ranks() else b""
+        items = plan.foresee() if isinstance(plan, ForeseenPlan) else plan.items
+        blocks = self._foreseen_blocks(items) if items and self.verify == "auto" and _has_other_ranks() else b""
         return dataclasses.replace(plan, storage_data=dataclasses.replace(self._mark, blocks=blocks))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
