@@ -78,8 +78,7 @@ class ReadList {
                  find_record(columns, is_known ? columns.find_part(*name, of_part) : HashedNumbers::kNone));
       }
     }
-    std::ranges::sort(files_, {}, [](const File& file) { return std::string_view(file.name); });
-    for (File& file : files_) std::ranges::stable_sort(file.rows, {}, &Row::offset);
+    sort();
   }
 
   // The items of any planner, by files in the order of their first items.
@@ -152,16 +151,11 @@ class ReadList {
   }
 
   // Positions of items as their records lie in the files, by the files' names; items without a record come first.
-  std::vector<size_t> in_file_order() const {
-    std::vector<const File*> by_name;
-    for (const File& file : files_) by_name.push_back(&file);
-    std::ranges::sort(by_name, {}, [](const File* file) { return std::string_view(file->name); });
+  std::vector<size_t> in_file_order() {
+    sort();
     std::vector<size_t> order = without_record_;
-    for (const File* file : by_name) {
-      std::vector<const Row*> rows;
-      for (const Row& row : file->rows) rows.push_back(&row);
-      std::ranges::stable_sort(rows, {}, [](const Row* row) { return row->offset; });
-      for (const Row* row : rows) order.push_back(row->position);
+    for (const File& file : files_) {
+      for (const Row& row : file.rows) order.push_back(row.position);
     }
     return order;
   }
@@ -257,6 +251,11 @@ class ReadList {
     if (part == nullptr) return;
     row.num_elements = core::num_elements(part->sizes);
     row.set_tensor(std::move(found->tensor));
+  }
+
+  void sort() {
+    std::ranges::sort(files_, {}, [](const File& file) { return std::string_view(file.name); });
+    for (File& file : files_) std::ranges::stable_sort(file.rows, {}, &Row::offset);
   }
 
   // Whether the reader itself can fill the item's target; then its box is added.

@@ -245,17 +245,17 @@ def test_a_save_queues_up_to_the_first_item_that_is_not_at_hand(tmp_path: Path) 
     planner.set_up_planner(state, is_coordinator=True)
     plans, _ = planner.create_global_plan([planner.create_local_plan()])
     writes = writes_of(planner.finish_plan(plans[0]))
-    assert isinstance(writes, ListedWrites) and writes.fqns == ["value", "w0", "w1", "w2", "w3"]
-    sources = planner.local_sources(writes.fqns)
+    assert isinstance(writes, ListedWrites) and writes.in_core.fqns == ["value", "w0", "w1", "w2", "w3"]
+    sources = planner.local_sources(writes.in_core.fqns)
     assert sorted(sources) == ["w0", "w1", "w2", "w3"]
     records = _core.RecordWriter(bytes(tmp_path / "file"), 1 << 20, 1, False)
-    queue = partial(writes.queue, records, takes_sums=False)
+    queue = partial(writes.in_core.queue, records, takes_sums=False)
     assert queue(0, 1 << 20, sources) == 0, "a value is not at hand"
     assert queue(1, 1, sources) == 2
     assert queue(1, 1 << 20, sources) == 5
     without = {fqn: one for fqn, one in sources.items() if fqn != "w3"}
     assert queue(1, 1 << 20, without) == 4
     some = writes.select([4, 0])
-    assert some.fqns == ["w3", "value"] and [item.index.fqn for item in some] == some.fqns
-    assert (writes.num_bytes, some.num_bytes) == (64, 16)
-    assert some.queue(records, 0, 1 << 20, sources, takes_sums=False) == 1
+    assert some.in_core.fqns == ["w3", "value"] and [item.index.fqn for item in some] == some.in_core.fqns
+    assert (writes.in_core.num_bytes, some.in_core.num_bytes) == (64, 16)
+    assert some.in_core.queue(records, 0, 1 << 20, sources, False) == 1

@@ -171,7 +171,7 @@ def test_a_list_of_a_key_that_the_metadata_lacks_names_it(
     plan = plan_of(tte.FileReader(saved), tte.LoadPlanner(), {"z": torch.zeros(3, 4), "a": zeros()["a"]})
     reads = listed(plan)
     assert columns is not None and reads.with_records().lost is None
-    lost = ListedReads(reads._list, columns, read_items)
+    lost = ListedReads(reads.in_core, columns, read_items)
     assert lost.with_records().lost == 0
     with pytest.raises(ValueError, match="a is not in the metadata"):
         _ = lost.num_bytes

@@ -165,7 +165,7 @@ def save_shared(
 class _SharingPickler(pickle.Pickler):
     """Writes tensors in shared memory as their position there, whether they require grad, and their attributes.
 
-    Not by ``persistent_id``, which is asked for each object: a DTensor consists of some sixty.
+    Not by ``persistent_id``: pickle calls that for each object, and a DTensor consists of some sixty.
     """
 
     def __init__(self, stream: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:

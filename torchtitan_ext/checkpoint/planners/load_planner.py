@@ -252,7 +252,7 @@ class LoadPlanner(DefaultLoadPlanner):
         reads, shown = self._reads(decision.steps), self._shown_items()
         items = self._items_of(reads)
         if central_plan.items != shown:
-            items = followed_items(self, shown, central_plan.items, read_items(reads))
+            items = followed_items(self, shown, central_plan.items, items)
         elif not decision.is_cover_checked:
             problems = unread_problems(self.wanted, reads)
             if problems:

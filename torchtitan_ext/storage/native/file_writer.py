@@ -503,13 +503,13 @@ class _Batch:
         first one that was not added."""
         if not isinstance(planner, HasLocalSources) or not isinstance(portion, ListedWrites):
             return lambda first: first
-        sources = planner.local_sources(set(portion.fqns))
+        sources = planner.local_sources(set(portion.in_core.fqns))
 
         def add(first: int) -> int:
             if self._buckets is not None:  # these would have to wait behind tensors of an accelerator
                 return first
             room = BATCH_BYTES - self.held_bytes
-            done = portion.queue(self._records, first, room, sources, takes_sums=self._takes_sums)
+            done = portion.in_core.queue(self._records, first, room, sources, self._takes_sums)
             planner.expect_requests(first - done)
             return done
 
@@ -578,7 +578,7 @@ def _write_queued(
 def tensor_bytes(items: Sequence[WriteItem]) -> int:
     """The size of all tensors, without values and the frames of records."""
     if isinstance(items, ListedWrites):
-        return items.num_bytes
+        return items.in_core.num_bytes
     return sum(item.tensor_storage_size() or 0 for item in items)
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar, cast, overload
+from typing import Any, Generic, TypeVar, overload
 
-import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, WriteItem
 
 from torchtitan_ext import _core
@@ -24,12 +23,12 @@ class _Listed(Sequence[_Item], Generic[_Item, _List]):
     order of keys.
 
     Args:
-        made_of: The list.
+        in_core: The list.
         make: Makes its items.
     """
 
-    def __init__(self, made_of: _List, make: Callable[[_List], list[_Item]]) -> None:
-        self._list = made_of
+    def __init__(self, in_core: _List, make: Callable[[_List], list[_Item]]) -> None:
+        self.in_core = in_core
         self._make = make
 
     @overload
@@ -40,11 +39,15 @@ class _Listed(Sequence[_Item], Generic[_Item, _List]):
         return self._items[position]
 
     def __len__(self) -> int:
-        return self._list.num_items
+        return self.in_core.num_items
+
+    def as_planned(self) -> list[_Item]:
+        """The items as a plan has them."""
+        return list(self._items)
 
     @functools.cached_property
     def _items(self) -> list[_Item]:
-        return self._make(self._list)
+        return self._make(self.in_core)
 
 
 class ListedReads(_Listed[ReadItem, _core.Reads]):
@@ -65,51 +68,28 @@ class ListedReads(_Listed[ReadItem, _core.Reads]):
     @property
     def num_bytes(self) -> int | None:
         """Of the tensors, as they were saved; ``None`` where one has a dtype that only torch knows."""
-        return self._list.num_bytes(self.columns)
+        return self.in_core.num_bytes(self.columns)
 
     def with_records(self) -> _core.ReadList:
         """The same with the records that hold it, in the order of files."""
-        return _core.ReadList(self._list, self.columns)
+        return _core.ReadList(self.in_core, self.columns)
 
-    def in_file_order(self) -> list[ReadItem]:
+    def as_planned(self) -> list[ReadItem]:
         """The items as they lie in the files."""
         return [self._items[position] for position in self.with_records().in_file_order()]
 
     def split(self) -> tuple[ListedReads, ListedReads]:
         """Values that are no tensors, and parts of tensors."""
-        values, tensors = self._list.values_alone(), self._list.tensors_alone()
+        values, tensors = self.in_core.values_alone(), self.in_core.tensors_alone()
         return ListedReads(values, self.columns, self._make), ListedReads(tensors, self.columns, self._make)
 
 
 class ListedWrites(_Listed[WriteItem, _core.Writes]):
     """What a rank writes."""
 
-    @property
-    def fqns(self) -> list[str]:
-        """Of each item the key."""
-        return self._list.fqns
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the tensors, without the frames of records."""
-        return self._list.num_bytes
-
     def select(self, positions: Sequence[int]) -> ListedWrites:
         """Some of the items."""
-        return ListedWrites(self._list.select(list(positions)), self._make)
-
-    def queue(
-        self,
-        records: _core.RecordWriter,
-        first: int,
-        max_bytes: int,
-        tensors: dict[str, torch.Tensor],
-        *,
-        takes_sums: bool,
-    ) -> int:
-        """Queues the records of items from ``first`` on, of about ``max_bytes``, as far as these tensors hold what they
-        write. Returns the position behind the last one."""
-        return self._list.queue(records, first, max_bytes, tensors, takes_sums)
+        return ListedWrites(self.in_core.select(list(positions)), self._make)
 
 
 class _MadeWhenAsked(Generic[_Item, _List]):
@@ -125,15 +105,12 @@ class _MadeWhenAsked(Generic[_Item, _List]):
     @property
     def items(self) -> list[_Item]:
         if self.listed is not None:
-            self._items, self.listed = self._made(self.listed), None
+            self._items, self.listed = self.listed.as_planned(), None
         return self._items
 
     @items.setter
     def items(self, items: list[_Item]) -> None:
         self._items, self.listed = items, None
-
-    def _made(self, listed: _Listed[_Item, _List]) -> list[_Item]:
-        return list(listed)
 
 
 class PlannedReads(_MadeWhenAsked[ReadItem, _core.Reads], LoadPlan):
@@ -149,9 +126,6 @@ class PlannedReads(_MadeWhenAsked[ReadItem, _core.Reads], LoadPlan):
     ) -> None:
         super().__init__([] if items is None else items, storage_data, planner_data)
         self.listed = listed
-
-    def _made(self, listed: _Listed[ReadItem, _core.Reads]) -> list[ReadItem]:
-        return cast(ListedReads, listed).in_file_order()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LoadPlan, (self.items, self.storage_data, self.planner_data)
@@ -205,7 +179,7 @@ def split_plan(plan: LoadPlan) -> tuple[list[ReadItem], LoadPlan]:
     reads = reads_of(plan)
     if isinstance(reads, ListedReads):
         values, tensors = reads.split()
-        return values.in_file_order(), PlannedReads(None, plan.storage_data, plan.planner_data, listed=tensors)
+        return values.as_planned(), PlannedReads(None, plan.storage_data, plan.planner_data, listed=tensors)
     items_of_values = [item for item in reads if item.type == LoadItemType.BYTE_IO]
     others = [item for item in reads if item.type != LoadItemType.BYTE_IO]
     return items_of_values, dataclasses.replace(plan, items=others)
