@@ -1,26 +1,28 @@
-"""A trainer and a generator that were started apart: the generator gets the trainer's weights each step.
+"""A trainer and a generator that are started apart, in one process group: the generator gets the weights each step.
 
 torchrun --nproc-per-node 2 examples/two_jobs.py trainer &
 torchrun --nproc-per-node 1 --master-port 29501 examples/two_jobs.py generator"""
 
 import os
 import sys
-import time
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import torchtitan_ext as tte
-from torchtitan_ext import transfer
-from torchtitan_ext.errors import LostRankError
 
-JOBS, ADDRESS, STEPS = {"trainer": 2, "generator": 1}, os.environ.get("MEETING", "127.0.0.1:29600"), 10
+FIRST_RANK, WORLD_SIZE, STEPS = {"trainer": 0, "generator": 2}, 3, 3
 
 
-def build_model() -> nn.Module:
-    return nn.Sequential(nn.Linear(16, 33), nn.Tanh(), nn.Linear(33, 4))
+def join_both(job: str) -> None:
+    """Makes one default group of both jobs. Its first rank hosts the store where all find each other."""
+    rank = FIRST_RANK[job] + int(os.environ["RANK"])
+    host, port = os.environ.get("TWO_JOBS", "127.0.0.1:29600").split(":")
+    store = dist.TCPStore(host, int(port), WORLD_SIZE, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
 
 
 def logits_of(model: nn.Module) -> torch.Tensor:
@@ -29,39 +31,27 @@ def logits_of(model: nn.Module) -> torch.Tensor:
 
 
 def work(job: str) -> None:
-    is_trainer = job == "trainer"
-    model, logits, step = build_model(), torch.zeros(2, 4), 0
-    if is_trainer:
-        fully_shard(model, mesh=dist.init_device_mesh("cpu", (JOBS[job],)))
+    model, logits = nn.Sequential(nn.Linear(16, 33), nn.Tanh(), nn.Linear(33, 4)), torch.zeros(2, 4)
+    trainers = DeviceMesh("cpu", [0, 1])  # groups of some ranks are made by all
+    if job == "trainer":
+        fully_shard(model, mesh=trainers)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    while step < STEPS:
-        try:
-            # A rank may have seen the end of a run that failed on others of its job.
-            agreed = torch.tensor(step)
-            dist.all_reduce(agreed, dist.ReduceOp.MAX)
-            step = int(agreed)
-            group = transfer.meet(ADDRESS, job=job, rank=dist.get_rank(), jobs=JOBS)
-            # The generator's model is plain: each of its ranks gets whole tensors. The logits travel along.
-            state = {"model": model.state_dict(), "logits": logits}
-            plan = tte.transfer.plan_reshard(
-                *((state, None) if is_trainer else (None, state)), group, timeout_seconds=10
-            )
-            while step < STEPS:
-                if is_trainer:
-                    optimizer.zero_grad()
-                    model(torch.randn(8, 16)).square().mean().backward()
-                    optimizer.step()
-                    logits.copy_(logits_of(model))
-                step = plan.run(version=step + 1 if is_trainer else None).version
-                time.sleep(0.2)  # the rest of a step
-                if not is_trainer:
-                    assert torch.allclose(logits_of(model), logits, atol=1e-6)
-                    print(f"version {step}: the generator has the trainer's logits", flush=True)
-        except LostRankError as error:
-            print(f"{job}: {error.reason.split(';')[-2].strip()}; meeting again", flush=True)
+    # The generator's model is plain: its rank gets whole tensors. The logits travel along.
+    state = {"model": model.state_dict(), "logits": logits}
+    for step in range(STEPS):
+        if job == "trainer":
+            optimizer.zero_grad()
+            model(torch.randn(8, 16)).square().mean().backward()
+            optimizer.step()
+            logits.copy_(logits_of(model))
+            tte.reshard(state, None, version=step)
+        else:
+            tte.reshard(None, state)
+            assert torch.allclose(logits_of(model), logits, atol=1e-6)
+            print(f"step {step}: the generator has the trainer's logits", flush=True)
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
+    join_both(sys.argv[1])
     work(sys.argv[1])
     dist.destroy_process_group()

@@ -49,7 +49,7 @@ INNER_ROWS = {
     "checkpoint": [{"tables"}, {"rules"}, {"planners"}, {"staging"}, {"operation"}, {"old_options"}, {""}],
     "transfer": [
         {"copies", "mapped"},
-        {"endpoint", "meeting", "phases", "planning", "recover_report", "transport"},
+        {"endpoint", "phases", "planning", "recover_report", "transport"},
         {"changed", "side"},
         {"quantizer"},
         {"plan", "survivors"},

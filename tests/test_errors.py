@@ -62,7 +62,6 @@ INSTANCES = [
     errors.UnsafePickleError("model.pt", "it names os.system"),
     errors.WorkerLostError(-9),
     errors.DifferentCallsError({0: "save", 1: "reshard", 2: "save"}),
-    errors.MeetingError("rank(s) 1 of generator did not come", "host:29500"),
     errors.TransferFailedError("reshard", {1: "ValueError: x"}, ("w",), "exchange"),
     errors.CannotInstallError("torch 3.0 has no function _save_state_dict"),
     errors.CannotReshardError("saved with 8 shards, this run has 12", "choose num_shards=24"),

@@ -556,18 +556,6 @@ def test_components_of_a_recovery() -> None:
     assert state["two"].counts == {"samples": 4}
 
 
-def test_generations_of_a_meeting() -> None:
-    address = f"127.0.0.1:{free_port()}"
-    jobs = {"job": "a", "rank": 0, "jobs": {"a": 1}, "timeout_seconds": 20}
-    first = transfer.meet(address, **jobs, generation=0)
-    told = refused("generation 0 has met at", lambda: transfer.meet(address, **jobs, generation=0, host_store=False))
-    assert told.endswith("pass the next one")
-    second = transfer.meet(address, **jobs, generation=1, host_store=False)
-    tte.reshard(WEIGHTS, target := zeros(WEIGHTS), second)
-    assert digest_value(target) == digest_value(WEIGHTS)
-    del first, second
-
-
 # Layouts, dry runs, installations.
 
 

@@ -122,24 +122,3 @@ def test_a_layer_that_torchtitan_would_drop_is_refused(tmp_path: Path) -> None:
     tte.save({**hub, "model.layers.0.self_attn.q_proj.bias": torch.zeros(256)}, tmp_path, no_dist=True)
     with pytest.raises(tte.errors.TransformError, match=r"q_proj\.bias: no rule takes it"):
         tte.load(dict(state), tmp_path, transform=LLAMA3, no_dist=True)
-
-
-def test_a_trainer_of_torchtitan_has_the_names_of_vllm(tmp_path: Path) -> None:
-    """Straight from its own names, and by way of the hub's: equal bits, in memory and through files."""
-    adapter, state = adapter_and_state("qwen3", "debugmodel_moe")
-    state = {name: value for name, value in state.items() if not name.endswith("expert_bias_E")}  # not of the hub
-    hub = adapter.to_hf(dict(state))
-    rows = {name: hub[f"model.layers.0.self_attn.{name}_proj.weight"].shape[0] for name in "qk"}
-    vllm = ready("vllm_qwen3_moe", q_rows=rows["q"], kv_rows=rows["k"])
-    straight = ready("torchtitan_qwen3").inverse().then(vllm)
-    experts = [hub[f"model.layers.1.mlp.experts.{number}.down_proj.weight"] for number in range(8)]
-    w2 = "model.layers.1.mlp.experts.w2_weight"
-    like = {w2: torch.zeros(len(state["layers.1.moe.routed_experts.inner_experts.w2_EDF"]), *experts[0].shape)}
-    fused = "model.layers.0.self_attn.qkv_proj.weight"
-    like |= {fused: torch.zeros(rows["q"] + 2 * rows["k"], 64)}
-    like = {name: value.bfloat16() for name, value in like.items()}
-    by_hub, by_files = through(hub, tmp_path / "a", vllm, like), through(state, tmp_path / "b", straight, like)
-    in_memory = {name: torch.full_like(value, -1) for name, value in like.items()}
-    tte.reshard(state, in_memory, transform=straight)
-    assert differences(by_files, by_hub) == [] and differences(in_memory, by_hub) == []
-    assert torch.equal(by_hub[w2][: len(experts)], torch.stack(experts))

@@ -80,7 +80,7 @@ def test_the_next_begins_when_the_first_has_ended(run_world: Callable[..., Any])
 
 
 def fail_to_begin(rank: int, world_size: int) -> bool:
-    with mock.patch.object(turns, "store_of", side_effect=RuntimeError("gone")), pytest.raises(RuntimeError):
+    with mock.patch.object(turns, "_get_default_store", side_effect=RuntimeError("gone")), pytest.raises(RuntimeError):
         Phases("save")
     return not turns._last
 

@@ -4,17 +4,23 @@ A process has one accelerator: load it in processes of its own, as the fixture `
 """
 
 import fcntl
+import functools
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 from missing_tools import skip_or_fail
+
+from torchtitan_ext import ops
 
 SOURCE = Path(__file__).with_name("late_device.cpp")
 BACKENDS = "cpu:gloo,late:gloo"
@@ -98,3 +104,32 @@ def _device_module() -> types.ModuleType:
     module.manual_seed_all = lambda seed: None
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     return module
+
+
+class HostExchange:
+    """As ``ops.PlannedExchange``, for tensors of the device, which gloo moves by way of host memory."""
+
+    def __init__(self, sources: list[torch.Tensor], targets: list[torch.Tensor], *tables: Any, **options: Any) -> None:
+        assert {tensor.device.type for tensor in (*sources, *targets)} <= {"late"}
+        self.arguments = sources, targets, tables, options
+
+    def run(self, **options: Any) -> None:
+        sources, targets, tables, others = self.arguments
+        filled = [tensor.cpu() for tensor in targets]
+        _PlannedExchange([tensor.cpu() for tensor in sources], filled, *tables, **others).run(**options)
+        for tensor, values in zip(targets, filled, strict=True):
+            tensor.copy_(values)
+
+
+_PlannedExchange = ops.PlannedExchange
+
+
+def exchanging_over_hosts(work: Callable[..., Any]) -> Callable[..., Any]:
+    """A rank's work, in which transfers of tensors of the device go over host memory."""
+
+    @functools.wraps(work)
+    def patched(*arguments: Any) -> Any:
+        with mock.patch.object(ops, "PlannedExchange", HostExchange):
+            return work(*arguments)
+
+    return patched

@@ -15,12 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from extent import SOAK
+from gloo_worlds import LONGEST_SECONDS
 from lost_worlds import GROUP_TIMEOUT_SECONDS, LATEST_SECONDS, end_rank, run_losing_world
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import torchtitan_ext as tte
-from torchtitan_ext import fingerprints
+from torchtitan_ext import fingerprints, ops
 from torchtitan_ext.errors import LostRankError, TorchtitanExtError, TransferFailedError
 from torchtitan_ext.ranks import watch
 from torchtitan_ext.transfer import state_dicts
@@ -187,3 +188,41 @@ def test_a_rank_that_raises_is_the_same_error_and_the_group_goes_on(kind: str, p
     assert errors[0].part_written == (("w",) if named == "exchange" else ())
     assert [outcomes[1][0] for outcomes in results.values()] == [None] * 3 and exit_codes == [0] * 3
     assert [outcomes[1][2] for outcomes in results.values()] == [2] * 3
+
+
+class Broken:
+    """An exchange that fails before it sends."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        raise OSError("no link")
+
+
+def fail_before_sending(rank: int, world_size: int, culprit: int) -> list[str]:
+    """One rank raises, all others wait for what it does not send."""
+    mesh = DeviceMesh("cpu", torch.arange(world_size), _init_backend=False)
+    rows, columns = torch.full((5, world_size), rank + 1.0), torch.zeros(5 * world_size, 1)
+    source = {"w": DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)}
+    target = {"w": DTensor.from_local(columns, mesh, [Shard(1)], run_check=False)}
+    plan = tte.transfer.plan_reshard(source, target, dist.new_group(), timeout_seconds=1.5)
+    start, texts = time.monotonic(), []
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(TransferFailedError) as caught:
+        if rank == culprit:
+            patch.setattr(ops, "PlannedExchange", Broken)
+        plan.run(version=1)
+    assert time.monotonic() - start < LONGEST_SECONDS and plan.version is None
+    texts.append(str(caught.value))
+    with pytest.raises(LostRankError) as lost:
+        plan.run(version=2)
+    return [*texts, str(lost.value)]
+
+
+@pytest.mark.parametrize(("world_size", "culprit"), [(2, 0), (4, 1)])
+def test_who_fails_before_it_sends_is_the_error_of_all(run_world: Any, world_size: int, culprit: int) -> None:
+    results = run_world(world_size, fail_before_sending, culprit)
+    assert all(texts == results[0] for texts in results)
+    assert results[0][0] == (
+        f"reshard failed on 1 rank(s) in phase exchange: rank {culprit}: OSError: no link; this process group can "
+        "serve no further transfer: make a new one and plan again, or restart. The target may be part-written, run it "
+        "again or fill it anew: w"
+    )
+    assert "the backend of rank" in results[0][1]

@@ -1,7 +1,6 @@
 """Tensors that are quantised on their way from rank to rank: random transforms, layouts and blocks against torch."""
 
 import random
-import socket
 from pathlib import Path
 from typing import Any, get_args
 
@@ -274,33 +273,6 @@ def fsdp_to_engine(rank: int, world_size: int) -> list[str]:
 
 def test_a_trainer_fills_an_engine_in_fp8_step_by_step(run_world: Any) -> None:
     assert run_world(2, fsdp_to_engine) == [[], []]
-
-
-def two_jobs(position: int, world_size: int, address: str) -> list[str]:
-    """A trainer of two ranks, each with half of the rows, and an engine of one: a block lies on both ranks."""
-    job, rank = ("trainer", position) if position < 2 else ("engine", 0)
-    group = tte.transfer.meet(address, job=job, rank=rank, jobs={"trainer": 2, "engine": 1})
-    whole = torch.arange(-30.0, 30.0).view(6, 10)
-    source = target = None
-    if job == "trainer":
-        part = whole[3 * rank : 3 * rank + 3].clone()
-        part.global_shape, part.global_offsets = whole.shape, ((3 * rank, 0),)  # type: ignore[attr-defined]
-        part.local_offsets, part.local_sizes = ((0, 0),), ((3, 10),)  # type: ignore[attr-defined]
-        source = {"w": part}
-    else:
-        target = {"q": torch.zeros(6, 10, dtype=torch.float8_e4m3fn), "s": torch.zeros(2, 3)}
-    transform = Transform([Rule("w", ["q", "s"], [transforms.quantize([4, 4], scaling="torchao")])])
-    plan = tte.transfer.plan_reshard(source, target, group, transform=transform)
-    plan.run(verify=True)
-    values, scales = quantized(whole, (4, 4), torch.float8_e4m3fn, "torchao")
-    return [] if target is None else differences(target, {"q": values, "s": scales})
-
-
-def test_two_jobs_agree_on_blocks_that_lie_on_several_ranks(run_world: Any) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    assert run_world(3, two_jobs, address, process_group=False) == [[]] * 3
 
 
 def fails_on_one(rank: int, world_size: int, op: str) -> str:

@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import late
 import pytest
 import torch
+import torch.distributed as dist
 from boxed_tensors import boxed, states_of
 from boxed_tensors import parts as boxes_of
 from models import (
@@ -402,3 +404,51 @@ def describe(rank: int, world_size: int) -> str:
 def test_describe_says_who_sends_how_much_to_whom(run_world: Any) -> None:
     between = ["rank 0 keeps 8 bytes", "rank 0 -> rank 1: 8 bytes", "rank 1 -> rank 0: 8 bytes", "rank 1 keeps 8 bytes"]
     assert run_world(2, describe) == ["\n".join(["32 bytes in all", *between])] * 2
+
+
+def test_a_refused_run_leaves_the_version() -> None:
+    source, target = {"w": torch.arange(6.0)}, {"w": torch.zeros(6)}
+    plan = tte.transfer.plan_reshard(source, target)
+    plan.run(version=7)
+    source["w"].set_(torch.ones(6))
+    with pytest.raises(ReshardError, match="source: its tensors have other memory"):
+        plan.run(version=8)
+    assert plan.version == 7 and torch.equal(target["w"], torch.arange(6.0))
+
+
+def trained_on(device: str) -> tuple[torch.nn.Linear, dict[str, Any]]:
+    """AdamW keeps its steps in host memory, wherever the parameters are."""
+    model = torch.nn.Linear(5, 3).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    model.weight.grad, model.bias.grad = torch.ones_like(model.weight), torch.ones_like(model.bias)
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": dict(enumerate(optimizer.state.values()))}
+    assert {state["optimizer"][0][name].device.type for name in ("step", "exp_avg")} == {"cpu", device}
+    return model, state
+
+
+@late.exchanging_over_hosts
+def one_state_on_two_devices(rank: int, world_size: int) -> None:
+    late.set_delay(0.0005)
+    (model, source), (_, target) = trained_on("late"), trained_on("late")
+    source["optimizer"][0]["step"].fill_(17.0)
+    plan = tte.transfer.plan_reshard(source if rank == 0 else None, target if rank == 1 else None, cast="exact")
+    for step in (17.0, 18.0):
+        source["optimizer"][0]["step"].fill_(step)
+        with torch.no_grad():
+            model.weight += 1
+        plan.run(verify=True)
+        if rank == 1:
+            assert float(target["optimizer"][0]["step"]) == step and target["optimizer"][0]["step"].is_cpu
+            for got, want in zip(target["model"].values(), source["model"].values(), strict=True):
+                assert got.shape == want.shape and got.device.type == "late"
+    everywhere: list[Any] = [None] * world_size
+    dist.all_gather_object(everywhere, [tensor.cpu() for tensor in (source, target)[rank]["model"].values()])
+    assert all(torch.equal(*pair) for pair in zip(*everywhere, strict=True))
+    snapshot = tte.delta.Snapshot(source)
+    source["optimizer"][1]["step"].fill_(21.0)
+    assert snapshot.changes().num_changed == 1
+
+
+def test_steps_in_host_memory_travel_with_the_tensors_of_an_accelerator(run_late_world: Any) -> None:
+    run_late_world(2, one_state_on_two_devices)

@@ -3,12 +3,12 @@
 import random
 from typing import Any
 
+import late
 import pytest
 import torch
 import torch.distributed as dist
 from boxed_tensors import cut, parts
 from extent import SEED, num_cases
-from messages import MessagesOfHosts
 from models import BY_NAME, UNEVEN, build_model, build_optimizer, differences, poison, random_whole, take_steps
 from random_layouts import ALL_DTYPES, SideOfTransfer
 from random_transforms import Composition
@@ -18,9 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 from wrapped_tensors import BlockInt8
 
 import torchtitan_ext as tte
-from torchtitan_ext import transforms
+from torchtitan_ext import ops, transforms
 from torchtitan_ext.errors import StateRefusedError, TransferFailedError, TransformError
-from torchtitan_ext.transfer.transport import GroupTransport
 from torchtitan_ext.transforms import Rule, Transform
 
 NUM_PLANS = num_cases(13)
@@ -244,12 +243,16 @@ def test_what_does_not_fit_is_refused_on_all_ranks(run_world: Any) -> None:
     run_world(2, refused)
 
 
-class FlipsABit(GroupTransport):
+class FlipsABit(ops.PlannedExchange):
     """Changes a received element behind the exchange."""
 
-    def exchange(self, sources: list[Tensor], targets: list[Tensor], *tables: Tensor, **options: Any) -> None:
-        super().exchange(sources, targets, *tables, **options)
-        for target in targets:
+    def __init__(self, sources: list[Tensor], targets: list[Tensor], *tables: Tensor, **options: Any) -> None:
+        super().__init__(sources, targets, *tables, **options)
+        self.targets = targets
+
+    def run(self, **options: Any) -> None:
+        super().run(**options)
+        for target in self.targets:
             if target.dtype == torch.bfloat16 and target.numel() > 0 and dist.get_rank() == 1:
                 target.view(torch.int16)[(0,) * target.dim()] ^= 1
                 return
@@ -258,9 +261,12 @@ class FlipsABit(GroupTransport):
 def flipped(rank: int, world_size: int) -> None:
     model = build_model(BY_NAME["fsdp2_tp2"], UNEVEN)
     state = generator_state([1, 2])
-    transport = FlipsABit(dist.group.WORLD, 1 << 20)
-    plan = tte.transfer.plan_reshard(model, state, transform=FUSED, cast="allow", transport=transport)
-    with pytest.raises(TransferFailedError, match="are not what the source holds") as caught:
+    plan = tte.transfer.plan_reshard(model, state, transform=FUSED, cast="allow")
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(TransferFailedError, match="are not what the source holds") as caught,
+    ):
+        patch.setattr(ops, "PlannedExchange", FlipsABit)
         plan.run(verify=True)
     assert len(caught.value.part_written) == 1 and caught.value.part_written[0] in SHAPES
     plan.run()
@@ -354,6 +360,7 @@ def test_stages_and_replicas(run_world: Any) -> None:
     run_world(3, of_stages)
 
 
+@late.exchanging_over_hosts
 def on_two_devices(rank: int, world_size: int) -> None:
     """Some tensors of a side lie on an accelerator, and others in host memory: these travel by way of copies there."""
     mesh = DeviceMesh("late", [0, 1], _init_backend=False)
@@ -368,7 +375,6 @@ def on_two_devices(rank: int, world_size: int) -> None:
         transform=Transform(rules),
         cast="allow",
         keep_sent=True,
-        transport=MessagesOfHosts(),
     )
     plan.run(version=0, verify=True)
     if rank == 1:

@@ -228,7 +228,7 @@ def test_ready_transforms_need_their_parameters_and_no_others(model: str) -> Non
 
 
 def test_a_ready_transform_that_is_none() -> None:
-    with pytest.raises(WrongValueError, match="got 'llama', expected one of .*torchtitan_llama3, .*vllm_llama"):
+    with pytest.raises(WrongValueError, match="got 'llama', expected one of .*torchtitan_llama3, .*transformers_gpt2"):
         ready("llama")
 
 

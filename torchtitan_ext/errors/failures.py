@@ -63,7 +63,6 @@ class LostRankError(TorchtitanExtError, RuntimeError):
         step: The name of the phase of a save or load.
         path: The checkpoint of a save or load.
         late: Ranks that answered that they are still at work, and where.
-        elsewhere: Ranks of a group over jobs that are alive, but not in this call: they are busy, not lost.
         was_asked: Whether a roll call was held; not where the store is lost, through which ranks answer.
     """
 
@@ -75,7 +74,6 @@ class LostRankError(TorchtitanExtError, RuntimeError):
     step: str = ""
     path: str = ""
     late: Mapping[int, str] = field(default_factory=dict)
-    elsewhere: tuple[int, ...] = ()
     was_asked: bool = True
 
     def __str__(self) -> str:
@@ -85,8 +83,6 @@ class LostRankError(TorchtitanExtError, RuntimeError):
         all_answered = "all ranks answered a roll call" if self.was_asked else "no roll call could be held"
         silent = f"rank(s) {named(self.silent, len(self.silent))} did not answer a roll call"
         late = "".join(f"; rank {rank} is still at work ({text})" for rank, text in self.late.items())
-        if self.elsewhere:
-            late += f"; rank(s) {named(self.elsewhere)} are alive, but not in this call"
         answers = silent if self.silent else all_answered
         return f"{self.operation} failed{where} while {self.phase}; {answers}{late}; {self.reason}"
 
@@ -430,24 +426,6 @@ class CheckpointFailedError(TorchtitanExtError, RuntimeError):
             text += f". Part-written, load again or start anew: {', '.join(self.undefined)}; all else is unchanged"
             text += _ANOTHER_STEP if self.operation == "load" else ""
         return text
-
-
-@dataclass(eq=False, repr=False)
-class MeetingError(TorchtitanExtError, RuntimeError):
-    """Ranks of several jobs did not become one group. The same on every rank that has come.
-
-    What to do: start what is named, or give all the same; meet again.
-
-    Attributes:
-        detail: Who did not come, or what ranks of which job say differently.
-        address: Where the store of the meeting is, or should be.
-    """
-
-    detail: str
-    address: str
-
-    def __str__(self) -> str:
-        return f"meeting at {self.address} failed: {self.detail}"
 
 
 @dataclass(eq=False, repr=False)

@@ -25,10 +25,10 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from torchtitan_ext.errors import LostRankError
-from torchtitan_ext.ranks.groups import position_in, ranks_of, store_of
+from torchtitan_ext.ranks.groups import position_in
 from torchtitan_ext.ranks.signal_inbox import SignalInbox
 from torchtitan_ext.ranks.watch import (
     ADVICE,
@@ -76,10 +76,10 @@ class Boundaries:
         timeout_seconds: float,
     ) -> None:
         self.position = 0 if group is None else position_in(group)
-        self._ranks = [0] if group is None else ranks_of(group)
+        self._ranks = [0] if group is None else dist.get_process_group_ranks(group)
         self._group, self._inbox, self._report, self._decide = group, inbox, report, decide
         self._path, self._timeout_seconds = path, timeout_seconds
-        self._store: Store = HashStore() if group is None else store_of(group)
+        self._store: Store = HashStore() if group is None else _get_default_store()
         self._prefix = "torchtitan_ext/boundaries"
         if group is not None:
             _numbers[group] = _numbers.get(group, 0) + 1
@@ -107,7 +107,7 @@ class Boundaries:
                 longest = self._timeout_seconds + TAKE_OVER_SECONDS + _PATIENCE_SECONDS
                 self._changed.wait_for(lambda: self._verdict or self._store_error, longest)
                 if not self._verdict:
-                    raise self._lost(*where_the_store_was(self._group, self._store), False) from self._store_error
+                    raise self._lost(*where_the_store_was(self._store), False) from self._store_error
             if "silent" in self._verdict:
                 raise self._lost(self._verdict["why"], self._verdict["silent"], True)
             self._passed = step

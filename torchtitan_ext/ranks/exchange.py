@@ -17,7 +17,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 )
 
 from torchtitan_ext.errors import DifferentCallsError, Problem, WrongArgumentError, refusal
-from torchtitan_ext.ranks.groups import is_meeting, position_in, ranks_of
+from torchtitan_ext.ranks.groups import position_in
 from torchtitan_ext.ranks.side_group import SideGroup
 from torchtitan_ext.ranks.watch import Watch, outlast
 
@@ -74,7 +74,7 @@ def scope_ranks(scope: Scope = None) -> list[int]:
         return [0]
     group = dist.group.WORLD if scope is None else scope
     assert group is not None
-    return ranks_of(group)
+    return dist.get_process_group_ranks(group)
 
 
 def check_usable(operation: str, scope: Scope) -> None:
@@ -84,7 +84,7 @@ def check_usable(operation: str, scope: Scope) -> None:
     try:
         groups = scope.get_all_groups() if isinstance(scope, DeviceMesh) else [scope]
         for group in groups:
-            ranks_of(group)
+            dist.get_process_group_ranks(group)
     except Exception:
         what = "the mesh" if isinstance(scope, DeviceMesh) else "group"
         raise ValueError(f"{operation}: the process group of {what} was destroyed; make a new one") from None
@@ -118,7 +118,7 @@ def _gather_lists(values: list[T], group: dist.ProcessGroup, opening: Opening) -
     def gather(block: bytes, num_bytes: int) -> list[memoryview]:
         return _views(all_gather_bytes(group, _block(block, num_bytes, device)))
 
-    heads = same_calls(gather(_head_of(data, opening.encoded()), _FIRST_BYTES), ranks_of(group))
+    heads = same_calls(gather(_head_of(data, opening.encoded()), _FIRST_BYTES), dist.get_process_group_ranks(group))
     lengths = list(map(_length, heads))
     # Pickles know where they end.
     return [pickle.loads(part) for part in _cut(heads, lengths) or gather(data, max(lengths))]
@@ -148,10 +148,7 @@ def all_gather_bytes(scope: Scope, flat: torch.Tensor, axes: Sequence[int] = ())
         if scope is None and not dist.is_initialized():
             return flat.view(1, num_bytes)
         rows = flat.new_empty(dist.get_world_size(scope), num_bytes)
-        if is_meeting(scope):  # dist.all_gather does not know it: an error in there would become another error
-            finish_collective(cast(Any, scope).allgather([list(rows.unbind())], [flat]), num_bytes)
-        else:
-            finish_collective(dist.all_gather(list(rows.unbind()), flat, group=scope, async_op=True), num_bytes)
+        finish_collective(dist.all_gather(list(rows.unbind()), flat, group=scope, async_op=True), num_bytes)
         return rows
     mesh = scope
     for axis in reversed(axes):
@@ -235,7 +232,7 @@ class TimedExchange:
         # Backends have the collectives of groups, which their stubs leave out.
         self._group: Any = group if side is None else side.backend
         self._watch = watch
-        self._ranks = ranks_of(group)
+        self._ranks = dist.get_process_group_ranks(group)
         self._size = len(self._ranks)
         self._is_coordinator = position_in(group) == 0
         self._device = device_of(group) if side is None else torch.device("cpu")

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from torchtitan_ext.errors import LostRankError, TorchtitanExtError
 from torchtitan_ext.ranks.exchange import Scope, all_gather_bytes, finish_collective, scope_ranks
-from torchtitan_ext.ranks.groups import is_meeting, members_text, own_rank, roll_call_seconds, store_of
-from torchtitan_ext.ranks.presence import ask_who_is_here, who_is_here
 
 # Neighbours see a lost connection within milliseconds, the other ranks only when these neighbours give up.
 _ROLL_CALL_SECONDS = 5.0
@@ -43,12 +41,11 @@ def naming_lost_ranks(operation: str, phase: str | Callable[[], str], scope: Sco
     try:
         yield
     except RuntimeError as error:
-        if not ((dist.is_initialized() or is_meeting(scope)) and _is_of_a_collective(error)):
+        if not (dist.is_initialized() and _is_of_a_collective(error)):
             raise
         done = phase if isinstance(phase, str) else phase()
-        silent, elsewhere = _silent_ranks(operation, scope)
-        why = "; ".join(filter(None, [members_text(scope, silent), f"the backend says: {error}"]))
-        raise LostRankError(operation, done, own_rank(scope), silent, why, elsewhere=elsewhere) from error
+        silent = _silent_ranks(operation, scope)
+        raise LostRankError(operation, done, dist.get_rank(), silent, f"the backend says: {error}") from error
 
 
 def _is_of_a_collective(error: RuntimeError) -> bool:
@@ -67,32 +64,28 @@ def _is_of_a_collective(error: RuntimeError) -> bool:
     return is_ours or (module == dist.distributed_c10d.__name__ and code.co_name in _COLLECTIVES)
 
 
-def _silent_ranks(operation: str, scope: Scope) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ranks that do not answer in time, and those that live elsewhere; all if the store is gone with its host.
+def _silent_ranks(operation: str, scope: Scope) -> tuple[int, ...]:
+    """The ranks that do not answer in time; all if the store is gone with its host.
 
     Each rank answers with the count of its failures. A count that was there at first and is below this rank's own
     count is the answer to an earlier failure: the rank survived that one, and may be lost now.
     """
-    ranks, own = scope_ranks(scope), own_rank(scope)
+    ranks, own = scope_ranks(scope), dist.get_rank()
     silent = [rank for rank in ranks if rank != own]
     digest = hashlib.blake2b(str(sorted(ranks)).encode(), digest_size=8).hexdigest()
     prefix = f"torchtitan_ext/roll_call/{operation}/{digest}"
-    deadline = time.monotonic() + roll_call_seconds(scope, _ROLL_CALL_SECONDS)
-    here: Sequence[int] = ()
+    deadline = time.monotonic() + _ROLL_CALL_SECONDS
     try:
-        store = store_of(scope)
-        asked = ask_who_is_here(scope, store)
+        store = _get_default_store()
         own_count = store.add(f"{prefix}/{own}", 1)
         at_first = {rank: _count_of(store, prefix, rank) for rank in silent}
         silent = [rank for rank in silent if at_first[rank] < own_count]
         while silent and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
             silent = [rank for rank in silent if _count_of(store, prefix, rank) == at_first[rank]]
-        here = who_is_here(scope, store, asked)
     except RuntimeError:
         pass
-    elsewhere = tuple(rank for rank in silent if rank in here)
-    return tuple(rank for rank in silent if rank not in here), elsewhere
+    return tuple(silent)
 
 
 def _count_of(store: Store, prefix: str, rank: int) -> int:

@@ -15,9 +15,9 @@ from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from torchtitan_ext.ranks.groups import position_in, store_of
+from torchtitan_ext.ranks.groups import position_in
 from torchtitan_ext.ranks.watch import can_be_asked
 
 
@@ -48,9 +48,9 @@ def known_to_all(offers: Sequence[GroupOffer]) -> str | None:
 _side_groups: WeakKeyDictionary[dist.ProcessGroup, SideGroup] = WeakKeyDictionary()
 
 
-def can_have_side_group(group: dist.ProcessGroup | None) -> bool:
+def can_have_side_group() -> bool:
     """Whether there is gloo, and a store through which ranks find each other. Not collective."""
-    return dist.is_gloo_available() and can_be_asked(store_of(group))
+    return dist.is_gloo_available() and can_be_asked(_get_default_store())
 
 
 def offer_of(group: dist.ProcessGroup) -> GroupOffer:
@@ -69,7 +69,7 @@ def make_side_group(group: dist.ProcessGroup, name: str, *, timeout_seconds: flo
 
     All pass the same name, a new one: after a failure on one rank others may have a side group of an older name.
     """
-    store = PrefixStore(f"torchtitan_ext/side_group/{name}", store_of(group).clone())  # type: ignore[attr-defined]
+    store = PrefixStore(f"torchtitan_ext/side_group/{name}", _get_default_store().clone())  # type: ignore[attr-defined]
     rank, size = position_in(group), group.size()
     try:
         backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_seconds))

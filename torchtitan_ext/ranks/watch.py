@@ -39,18 +39,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from torchtitan_ext.errors import LostRankError
-from torchtitan_ext.ranks.groups import (
-    meeting_address,
-    members_text,
-    own_rank,
-    ranks_of,
-    roll_call_seconds,
-    store_of,
-)
-from torchtitan_ext.ranks.presence import ask_who_is_here, who_is_here
 from torchtitan_ext.threads import BackgroundThread
 
 # Between two questions of a rank to the store. Ranks take 0.75 to 1.25 of it, by their numbers, so that thousands of
@@ -79,7 +70,6 @@ _LONGEST_SLEEP_SECONDS = 0.01
 _CALL, _VERDICT, _HEARD = "call", "verdict", "heard"
 ADVICE = "this process group can serve no further save or load: make a new one, or restart"
 _ADVICE_ON_TRANSFERS = "this process group can serve no further transfer: make a new one and plan again, or restart"
-_ADVICE_ON_MEETINGS = "this process group can serve no further transfer: meet again, and plan again"
 
 # The stores with ``clone`` and ``check``.
 _ASKED_STORES = (dist.TCPStore, dist.FileStore, dist.HashStore)  # type: ignore[attr-defined]
@@ -135,10 +125,9 @@ class Watch:
         self._operation = operation
         self._path = path
         self._group = group
-        self._rank = own_rank(group)
-        self._ranks = ranks_of(group)
-        self._store = store_of(group)
-        self._cloned = self._store
+        self._rank = dist.get_rank()
+        self._ranks = dist.get_process_group_ranks(group)
+        self._store = _get_default_store()
         self._prefix = f"torchtitan_ext/watch/{group.group_name}"
         self._standing = Standing("", "it began; nothing was changed", time.monotonic())
         self._deadline: float | None = None
@@ -271,8 +260,6 @@ class Watch:
     @property
     def advice(self) -> str:
         """What to do with a group that is lost."""
-        if meeting_address(self._group) is not None:
-            return _ADVICE_ON_MEETINGS
         return ADVICE if self._operation in ("save", "load") else _ADVICE_ON_TRANSFERS
 
     def leave(self, error: BaseException) -> None:
@@ -291,11 +278,7 @@ class Watch:
     @property
     def _patience(self) -> float:
         """Seconds after which a silent store counts as lost."""
-        return self._roll_call_seconds + 2 * TAKE_OVER_SECONDS
-
-    @property
-    def _roll_call_seconds(self) -> float:
-        return roll_call_seconds(self._group, _ROLL_CALL_SECONDS)
+        return _ROLL_CALL_SECONDS + 2 * TAKE_OVER_SECONDS
 
     def _wait(self, work: dist.Work, device: torch.device) -> None:
         lost_at: float | None = None
@@ -334,7 +317,7 @@ class Watch:
 
         What the store said is different on each rank: it is the cause of the error.
         """
-        why, silent = where_the_store_was(self._group, self._store)
+        why, silent = where_the_store_was(self._store)
         return self._error(None, silent, why)
 
     def _error(self, rank: int | None, silent: tuple[int, ...], why: str) -> LostRankError:
@@ -347,8 +330,8 @@ class Watch:
     def _run(self) -> None:
         """The thread: asks until there is a verdict, or the operation ends. It waits for the store's answers alone."""
         try:
-            self._cloned = take_clone(self._group, self._store)
-            store = PrefixStore(self._prefix, self._cloned)
+            cloned = take_clone(self._group, self._store)
+            store = PrefixStore(self._prefix, cloned)
             while not self._is_closed or self._reason is not None:
                 asked = time.monotonic()
                 self._share_failures(store)
@@ -363,7 +346,7 @@ class Watch:
                     self._is_asked = False
                     self._changed.notify_all()
                     self._changed.wait_for(self._has_work, self._interval)
-            give_back_clone(self._group, self._cloned)
+            give_back_clone(self._group, cloned)
         except (RuntimeError, ValueError) as error:
             with self._changed:
                 self._store_error = error
@@ -404,32 +387,28 @@ class Watch:
                 self._changed.notify_all()
 
     def _hear(self, verdict: dict[str, Any]) -> None:
-        members = members_text(self._group, verdict["silent"])
-        why = f"{verdict['why']}; {members}" if members else verdict["why"]
         with self._changed:
             self._verdict = LostRankError(
                 verdict["operation"],
                 verdict["doing"],
                 None,
                 tuple(verdict["silent"]),
-                f"{why}; {self.advice}",
+                f"{verdict['why']}; {self.advice}",
                 step=verdict["phase"],
                 path=verdict["path"],
                 late={int(rank): text for rank, text in verdict["late"].items()},
-                elsewhere=tuple(verdict["elsewhere"]),
             )
             self._changed.notify_all()
 
     def _roll_call(self, store: Store) -> dict[str, Any]:
         """Answers the call and waits for the caller's verdict; makes the verdict if the caller is lost too."""
         if self._reason is not None:
-            asked = ask_who_is_here(self._group, self._cloned)
-            store.compare_set(_CALL, "", json.dumps({**self._call(*self._reason), "asked": asked}))
+            store.compare_set(_CALL, "", json.dumps(self._call(*self._reason)))
         call = json.loads(store.get(_CALL))
         store.set(f"answer/{self._rank}", json.dumps(self._answer()))
         answers = [f"answer/{rank}" for rank in self._ranks]
         is_caller = call["rank"] == self._rank
-        deadline = time.monotonic() + self._roll_call_seconds + (0 if is_caller else TAKE_OVER_SECONDS)
+        deadline = time.monotonic() + _ROLL_CALL_SECONDS + (0 if is_caller else TAKE_OVER_SECONDS)
         while not store.check([_VERDICT]):
             if (is_caller and store.check(answers)) or time.monotonic() > deadline:
                 store.compare_set(_VERDICT, "", json.dumps(self._count(store, call)))
@@ -457,14 +436,12 @@ class Watch:
         return {"is_at_work": standing.is_at_work, "text": f"{standing.phase}, {key}for {seconds:.0f} s"}
 
     def _count(self, store: Store, call: dict[str, Any]) -> dict[str, Any]:
-        """The verdict: ranks that are silent, that live elsewhere, and that the caller waited for in vain."""
+        """The verdict: ranks that are silent, and ranks that the caller waited for in vain."""
         present = [rank for rank in self._ranks if store.check([f"answer/{rank}"])]
         answers = {rank: json.loads(store.get(f"answer/{rank}")) for rank in present}
         late = {rank: answer["text"] for rank, answer in answers.items() if call["is_late"] and answer["is_at_work"]}
-        here = who_is_here(self._group, self._cloned, call["asked"])
-        silent = [rank for rank in self._ranks if rank not in answers and rank not in here]
-        elsewhere = [rank for rank in here if rank not in answers]
-        return {**call, "silent": silent, "elsewhere": elsewhere, "late": late, "num_answers": len(answers)}
+        silent = [rank for rank in self._ranks if rank not in answers]
+        return {**call, "silent": silent, "late": late, "num_answers": len(answers)}
 
     def _linger(self, store: Store) -> None:
         """Keeps rank 0, which hosts the store, until all ranks that answered have read the verdict."""
@@ -503,12 +480,9 @@ def give_back_clone(group: dist.ProcessGroup, store: Store) -> None:
         _idle_clones.setdefault(group, []).append(store)
 
 
-def where_the_store_was(group: dist.ProcessGroup | None, store: Store) -> tuple[str, tuple[int, ...]]:
+def where_the_store_was(store: Store) -> tuple[str, tuple[int, ...]]:
     """Of a store that is lost, for errors: who hosted it, and the ranks that are lost with it."""
-    address = None if group is None else meeting_address(group)
     inner = getattr(store, "_underlying_non_prefix_store", store)
-    if address is not None:
-        return f"the store of the meeting at {address} is lost", ()
     if isinstance(inner, dist.FileStore):  # type: ignore[attr-defined]
         return f"the store of the process groups, the file {getattr(inner, 'path', '')}, is lost", ()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

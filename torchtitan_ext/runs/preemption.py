@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from torchtitan_ext.errors import WrongValueError
 from torchtitan_ext.ranks.boundaries import Boundaries
-from torchtitan_ext.ranks.groups import store_of
 from torchtitan_ext.ranks.signal_inbox import SignalInbox
 from torchtitan_ext.ranks.watch import can_be_asked
 
@@ -93,10 +93,10 @@ class Preemption:
     ) -> None:
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
-        if group is not None and not can_be_asked(store_of(group)):
+        if group is not None and not can_be_asked(_get_default_store()):
             raise WrongValueError(
                 f"CheckpointManager: got signals or grace_seconds, and ranks cannot agree through the store of this "
-                f"group, a {type(store_of(group)).__name__}; make it with a TCPStore, or leave them out"
+                f"group, a {type(_get_default_store()).__name__}; make it with a TCPStore, or leave them out"
             )
         self._inbox = inbox = SignalInbox("CheckpointManager", signals)
         self.request = inbox.request

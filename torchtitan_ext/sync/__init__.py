@@ -23,7 +23,6 @@ from torchtitan_ext import ops
 from torchtitan_ext.errors import SyncMismatchError, check_argument, refusal
 from torchtitan_ext.metrics import log_metrics, timed
 from torchtitan_ext.ranks.exchange import check_usable, device_of, has_backend, scope_ranks
-from torchtitan_ext.ranks.groups import is_meeting, own_rank
 from torchtitan_ext.ranks.lost_ranks import naming_lost_ranks
 from torchtitan_ext.sync.batches import Batch, ListBatch, ReplicaBatches, collect_list
 from torchtitan_ext.sync.calls import BroadcastCall, Buffers, Call, SyncCall, outside_graphs
@@ -62,7 +61,7 @@ def broadcast_tensors(
         WrongArgumentError: On some rank ``tensors`` is no list. A ``TypeError``; nothing was changed.
         LostRankError: A rank is gone, or does not take part. Names the phase and the ranks that do not answer.
     """
-    if not (dist.is_initialized() or is_meeting(group)):
+    if not dist.is_initialized():
         raise ValueError("broadcast_tensors: there is no process group; call init_process_group first")
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):
@@ -213,6 +212,6 @@ def _log(call: Call, found: ReplicaBatches, seconds: Mapping[str, float]) -> Non
     if not logger.isEnabledFor(logging.INFO):
         return
     ranks = scope_ranks(call.scope)
-    if not (dist.is_initialized() or is_meeting(call.scope)) or own_rank(call.scope) == ranks[0]:
+    if not dist.is_initialized() or dist.get_rank() == ranks[0]:
         num_bytes = sum(local.nbytes for batch in found.batches.values() for local in batch.locals)
         log_metrics(logger, call.operation, ranks=len(ranks), num_bytes=num_bytes, phase_seconds=seconds)

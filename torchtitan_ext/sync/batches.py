@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from torchtitan_ext.errors import Problem, described
 from torchtitan_ext.layout.dtensor import local_tensor
-from torchtitan_ext.ranks.groups import ranks_of
 from torchtitan_ext.sync.tensors import inner_tensors, listed_fault
 
 BatchKey = tuple[int, tuple[int, ...], str]
@@ -85,7 +84,7 @@ class ListBatch:
 
     @property
     def tensors(self) -> list[ReplicaTensor]:
-        ranks = tuple(ranks_of(self.group))
+        ranks = tuple(dist.get_process_group_ranks(self.group))
         positions = self.positions or range(len(self.locals))
         return [
             ReplicaTensor(f"tensors[{position}]", local, "", ranks, ())
@@ -118,7 +117,7 @@ class ReplicaBatches:
 def collect_list(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: int) -> ReplicaBatches:
     """The one batch of a list. Equal views of one memory (tied weights) are in it once."""
     found = ReplicaBatches()
-    ranks = tuple(ranks_of(group))
+    ranks = tuple(dist.get_process_group_ranks(group))
     if not isinstance(src, int) or not 0 <= src < len(ranks):
         what = f"got {src!r}, expected a rank of the group, 0 to {len(ranks) - 1}"
         found.problems.append(Problem("cannot_sync", "src", what))

@@ -14,21 +14,15 @@ A recovery is a transfer from a world that has lost ranks, and a load of what no
 """
 
 from torchtitan_ext.transfer.dtensors import redistribute
-from torchtitan_ext.transfer.meeting import meet
 from torchtitan_ext.transfer.plan import TransferPlan, TransferResult
 from torchtitan_ext.transfer.recover_report import RecoverReport
 from torchtitan_ext.transfer.recovery import recover
 from torchtitan_ext.transfer.state_dicts import plan_reshard, reshard
-from torchtitan_ext.transfer.transport import Box, Transport, boxes_of
 
 __all__ = [
-    "Box",
     "RecoverReport",
     "TransferPlan",
     "TransferResult",
-    "Transport",
-    "boxes_of",
-    "meet",
     "plan_reshard",
     "recover",
     "redistribute",

@@ -301,10 +301,8 @@ def shared_memory_problems(source: Endpoint | None, target: Endpoint) -> list[Pr
     return [Problem("unsupported_tensor", fqn, what)]
 
 
-def choose_device(
-    source: Endpoint, target: Endpoint, group: dist.ProcessGroup | None, *, is_sender: bool
-) -> list[Problem]:
-    """Has both sides of this rank send from one device, by the group if it is the sender; tells why that cannot be."""
+def choose_device(source: Endpoint, target: Endpoint, group: dist.ProcessGroup | None) -> list[Problem]:
+    """Has both sides of this rank send from one device, by the group; tells why that cannot be."""
     found = source.devices | target.devices
     if len(found - {_HOST}) > 1:
         what = f"tensors lie on {', '.join(sorted(map(str, found)))}; transfer those of one accelerator at a time"
@@ -312,7 +310,7 @@ def choose_device(
     device = next(iter(found - {_HOST}), _HOST)
     source.device = target.device = device
     group = group or (dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
-    if found and is_sender and group is not None and not has_backend(group, device.type):
+    if found and group is not None and not has_backend(group, device.type):
         what = f"tensors lie on {device}, from which the group cannot send; pass a group with a backend for it"
         return [Problem("unsupported_tensor", "source and target", what)]
     return []

@@ -35,7 +35,7 @@ from torchtitan_ext.transfer.phases import transfer_phases
 from torchtitan_ext.transfer.planning import RankPart
 from torchtitan_ext.transfer.quantizer import Quantizer
 from torchtitan_ext.transfer.side import Side
-from torchtitan_ext.transfer.transport import Transport
+from torchtitan_ext.transfer.transport import GroupTransport
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class TransferPlan:
         part: RankPart,
         group: dist.ProcessGroup | None,
         *,
-        transport: Transport,
+        transport: GroupTransport,
         timeout_seconds: float,
         operation: str = "reshard",
         replicas: Replicas = "equal",

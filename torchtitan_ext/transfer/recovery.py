@@ -120,7 +120,7 @@ def recover(
         alive: By new rank (a position in ``group``) the rank that it was in the old world, ``None`` for fresh ranks.
             The same on every rank.
         step: The training step of ``survived``; fresh ranks leave it out.
-        group: The new world: the default group, or that of ``transfer.meet``.
+        group: The new world: the default group if left out.
         path: The directory of the run (``<run>/step-<number>``), for what no survivor holds.
         checkpoint_step: Read that from another step, as ``load`` takes it: a number, ``"latest"`` or ``"last-good"``.
             The state is then a mix of two steps. By default only the survivors' own step is read.
@@ -268,7 +268,7 @@ def _offer(job: _Recovery, wanted: Collection[str], phases: Phases, bucket_bytes
     job.source = describe_endpoint("survived", survived, job.layouts, is_filled=False, is_left_out=is_left_out)
     job.target = describe_endpoint("state", job.components.values, job.layouts, is_filled=True, is_left_out=is_left_out)
     problems = [*job.source.problems, *job.target.problems, *_alive_problems(job, phases)]
-    problems += choose_device(job.source, job.target, phases.group, is_sender=True)
+    problems += choose_device(job.source, job.target, phases.group)
     if not problems:
         problems += shared_memory_problems(job.source, job.target)
     job.entries = describe_state(job.source.values, {}, LayoutRules(job.layouts)).entries

@@ -16,7 +16,7 @@ class Side:
     """What a rank sends, or what it receives.
 
     Attributes:
-        boxes: A table of boxes of ``tensors``, as ``Transport.exchange`` takes it.
+        boxes: A table of boxes of ``tensors``, as ``GroupTransport.exchange`` takes it.
         changed: The numbers of the boxes that a cast or a map changes, the same boxes on both sides.
         bytes_of_peer: To or from each rank.
         quantized: By the number of a key the parts that are quantised before they are sent: what this rank holds, which

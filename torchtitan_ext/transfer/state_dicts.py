@@ -23,7 +23,7 @@ from torchtitan_ext.transfer.endpoint import Endpoint, State, choose_device, des
 from torchtitan_ext.transfer.phases import transfer_phases
 from torchtitan_ext.transfer.plan import TransferPlan, TransferResult
 from torchtitan_ext.transfer.planning import Offer, plan_for_all
-from torchtitan_ext.transfer.transport import GroupTransport, Transport
+from torchtitan_ext.transfer.transport import GroupTransport
 from torchtitan_ext.transforms import Transform
 
 
@@ -75,7 +75,6 @@ def plan_reshard(
     target_layouts: Mapping[str, ShardOrder] | None = None,
     replicas: Replicas = "equal",
     keep_sent: bool = False,
-    transport: Transport | None = None,
     bucket_bytes: int = ops.DEFAULT_BUCKET_BYTES,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> TransferPlan:
@@ -106,8 +105,6 @@ def plan_reshard(
         replicas: ``"first"`` takes the first replica of each part, which others of the source need not equal then.
         keep_sent: Keeps what this rank sends in host memory, in the dtypes of the target, so that ``run`` can send what
             changed since (``changed_only=True``).
-        transport: What carries the boxes from rank to rank; the point-to-point messages of the group if left out. The
-            group then carries the agreements of the ranks alone.
         bucket_bytes: Size of the buffers; a rank holds at most three beside its tensors.
         timeout_seconds: How long a rank waits for the others in each phase.
 
@@ -132,7 +129,7 @@ def plan_reshard(
         ends["source"] = describe_endpoint("source", source, source_layouts, is_filled=False)
         ends["target"] = describe_endpoint("target", target, target_layouts, is_filled=True)
         problems = [problem for end in ends.values() for problem in end.problems]
-        problems += choose_device(ends["source"], ends["target"], group, is_sender=transport is None)
+        problems += choose_device(ends["source"], ends["target"], group)
         if not problems:
             problems += shared_memory_problems(ends["source"], ends["target"])
         return Offer(
@@ -154,13 +151,12 @@ def plan_reshard(
         part = phases.through_coordinator(
             "plan", offer, partial(plan_for_all, transform=transform), doing="ranks planned a transfer"
         )
-    transport = transport or GroupTransport(phases.group, bucket_bytes)
     return TransferPlan(
         ends["source"],
         ends["target"],
         part,
         phases.group,
-        transport=transport,
+        transport=GroupTransport(phases.group, bucket_bytes),
         timeout_seconds=timeout_seconds,
         replicas=replicas,
         keep_sent=keep_sent,

@@ -11,11 +11,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.errors import CheckpointFailedError, CheckpointReadError
 from torchtitan_ext.ranks.exchange import all_gather_bytes
-from torchtitan_ext.ranks.groups import store_of
 
 
 def fail_on_rank_1(rank: int, world_size: int, error: type[Exception], undefined: tuple[str, ...]) -> str:
@@ -148,7 +148,7 @@ def leave_between_phases(rank: int, world_size: int, where: str) -> tuple[str, f
                 raise KeyboardInterrupt
             phases.on_all("write", lambda: rank, doing="ranks wrote")
     seconds = time.monotonic() - begun
-    store = store_of(dist.group.WORLD)
+    store = _get_default_store()
     if rank == 0:
         store.set("rank 0 has heard", "")
     else:  # what rank 0 gave up comes to its end, else the group could not be destroyed

@@ -77,7 +77,7 @@ def check_pattern(operation: str, pattern: Any) -> None:
 
 def check_can_send_from_cpu(operation: str, group: dist.ProcessGroup | None) -> None:
     """Raises ValueError where a save in a thread has no way to send: no gloo beside the group, no CPU backend in it."""
-    if not (dist.is_available() and dist.is_initialized()) or can_have_side_group(group):
+    if not (dist.is_available() and dist.is_initialized()) or can_have_side_group():
         return
     used = group or dist.group.WORLD
     if used is not None and not has_backend(used, "cpu"):

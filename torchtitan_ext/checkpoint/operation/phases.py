@@ -34,7 +34,7 @@ from torchtitan_ext.errors import (
 from torchtitan_ext.errors.printed_once import leave_report_to_rank_0
 from torchtitan_ext.metrics import Trace, Traced, log_metrics, timed
 from torchtitan_ext.ranks.exchange import REFUSED, Opening, TimedExchange
-from torchtitan_ext.ranks.groups import is_meeting, position_in
+from torchtitan_ext.ranks.groups import position_in
 from torchtitan_ext.ranks.side_group import (
     GroupOffer,
     can_have_side_group,
@@ -169,7 +169,7 @@ class Phases:
 
     def offer_side_group(self) -> GroupOffer | None:
         """This rank's part of the agreement that ``use_side_group`` needs. Not collective."""
-        if self.group is None or self.size == 1 or not can_have_side_group(self.group):
+        if self.group is None or self.size == 1 or not can_have_side_group():
             return None
         return offer_of(self.group)
 
@@ -391,7 +391,7 @@ class Phases:
 
     def _check_not_destroyed(self) -> None:
         """Raises where the exchanges need process groups of the job that are gone by now."""
-        if self.group is None or self.is_beside or is_meeting(self.group):
+        if self.group is None or self.is_beside:
             return
         if not dist.is_initialized():
             raise RuntimeError(

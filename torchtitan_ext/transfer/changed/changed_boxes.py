@@ -23,7 +23,7 @@ from torchtitan_ext.layout.dtensor import to_write
 from torchtitan_ext.layout.layout import LocalShard, shard_of_box
 from torchtitan_ext.transfer.changed.changes import Changes, differing_versions
 from torchtitan_ext.transfer.endpoint import Endpoint
-from torchtitan_ext.transfer.transport import Transport, exchange_table, part_of
+from torchtitan_ext.transfer.transport import GroupTransport, exchange_table, part_of
 
 
 @dataclass
@@ -34,8 +34,8 @@ class ChangesExchange:
     wait for it in an exchange.
 
     Args:
-        sources, targets: Memory of this rank's two sides, as for ``Transport.exchange``. The sources as they were when
-            the changes were found.
+        sources, targets: Memory of this rank's two sides, as for ``GroupTransport.exchange``. The sources as they were
+            when the changes were found.
         sends, receives: Its tables.
         find: Finds the changes of the boxes that are sent.
     """
@@ -45,7 +45,7 @@ class ChangesExchange:
     sends: Tensor
     receives: Tensor
     find: Callable[[_core.ExchangeTable], _core.OutgoingChanges]
-    transport: Transport
+    transport: GroupTransport
     timeout_seconds: float
 
     def pack(self) -> None:

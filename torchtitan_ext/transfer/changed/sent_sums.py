@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchtitan_ext import _core
 from torchtitan_ext.state.value_digest import sum_box
-from torchtitan_ext.transfer.transport import Transport, dtype_of, exchange_table, part_of
+from torchtitan_ext.transfer.transport import GroupTransport, dtype_of, exchange_table, part_of
 
 
 def different_boxes(
@@ -20,13 +20,13 @@ def different_boxes(
     receives: Tensor,
     changed: tuple[Sequence[int], Sequence[int]],
     device: torch.device,
-    transport: Transport,
+    transport: GroupTransport,
     timeout_seconds: float,
 ) -> list[int]:
     """Which of the targets have a box that holds other elements than were sent, after casts. Collective.
 
     Args:
-        sources, targets, sends, receives: What was exchanged, as for ``Transport.exchange``.
+        sources, targets, sends, receives: What was exchanged, as for ``GroupTransport.exchange``.
         changed: The numbers of the boxes that are compared, of those sent and of those received.
         device: On which the tensors lie.
     """
