@@ -35,7 +35,7 @@ def optimizer_of(*groups: str, rates: dict[str, float] = RATES) -> Optimizer:
 
 
 def elastic(optimizer: Optimizer, name: str = "StepLR", **options: Any) -> ElasticLRScheduler:
-    return ElasticLRScheduler(ALL[name](optimizer, 1), global_batch_size=64, **options)
+    return ElasticLRScheduler(ALL[name](optimizer), global_batch_size=64, **options)
 
 
 def lr_of(optimizer: Optimizer) -> dict[str, Any]:
@@ -183,4 +183,4 @@ def test_schedulers_are_instances() -> None:
         with pytest.raises(TypeError, match="got schedulers=the class StepLR, expected an LR scheduler or a list"):
             ElasticLRScheduler(schedulers, global_batch_size=1)
     with pytest.raises(TypeError, match="got global_batch_size='64', expected a whole number"):
-        ElasticLRScheduler(SCHEDULERS["StepLR"](optimizer_of("a"), 1), global_batch_size="64")
+        ElasticLRScheduler(SCHEDULERS["StepLR"](optimizer_of("a")), global_batch_size="64")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -15,8 +14,6 @@ from torchtitan_ext.checkpoint.tables.component import Resharded, World, reshard
 from torchtitan_ext.elastic.schedule import schedule_math
 from torchtitan_ext.elastic.schedule.group_names import group_names, names_entry, saved_places, sources_of
 from torchtitan_ext.errors import CannotReshardError, check_argument, check_counts
-
-LrRule = Literal["none", "linear", "sqrt"]
 
 
 class ElasticLRScheduler:
@@ -40,17 +37,14 @@ class ElasticLRScheduler:
         schedulers: One torch scheduler or several; each steps once per optimizer step.
         global_batch_size: Samples per step, over all ranks.
         by_samples: Whether a load with another global batch size goes on at the same number of samples instead of at
-            the same step, and scales the schedule alike: see ``schedule_math``. The new run's own functions
-            (``LambdaLR``, ``MultiplicativeLR``), and its schedule where only a step was saved, count in its own steps.
-        lr_rule: Whether a load with another global batch size multiplies all learning rates by the ratio of the batch
-            sizes ("linear", https://arxiv.org/abs/1706.02677) or by its square root ("sqrt",
-            https://arxiv.org/abs/1404.5997): the saved rates, or this run's where only a step was saved.
+            the same step: step n becomes n * old / new, rounded, and this run's schedulers, with its learning rates
+            and lengths, are played to that step.
         saved_global_batch_size: The global batch size of the save, for states that do not have it.
         model: One module or several that name the parameters of an optimizer not built from ``named_parameters()``.
 
     Raises:
         TypeError: ``schedulers`` or a batch size has another type.
-        ValueError: A batch size is below 1, there is no scheduler, or the rule is unknown.
+        ValueError: A batch size is below 1, or there is no scheduler.
 
     Example:
         >>> scheduler = ElasticLRScheduler(CosineAnnealingLR(optimizer, 1000), global_batch_size=64, by_samples=True)
@@ -63,7 +57,6 @@ class ElasticLRScheduler:
         *,
         global_batch_size: int,
         by_samples: bool = False,
-        lr_rule: LrRule = "none",
         saved_global_batch_size: int | None = None,
         model: nn.Module | Sequence[nn.Module] = (),
     ) -> None:
@@ -80,10 +73,8 @@ class ElasticLRScheduler:
                 f"ElasticLRScheduler: got global_batch_size={global_batch_size}, "
                 f"saved_global_batch_size={saved_global_batch_size}, expected at least 1"
             )
-        if lr_rule not in ("none", "linear", "sqrt"):
-            raise ValueError(f"ElasticLRScheduler: got lr_rule={lr_rule!r}, expected 'none', 'linear' or 'sqrt'")
         self.global_batch_size = global_batch_size
-        self._rules = _Rules(global_batch_size, by_samples, lr_rule, saved_global_batch_size)
+        self._rules = _Rules(global_batch_size, by_samples, saved_global_batch_size)
         models = [model] if isinstance(model, nn.Module) else model
         check_argument(where, "model", models, Sequence, "a module or a list of them")
         self._names = {id(parameter): name for module in models for name, parameter in module.named_parameters()}
@@ -149,9 +140,9 @@ class ElasticLRScheduler:
         On every rank, not collective.
 
         Raises:
-            CannotReshardError: The state is not one of an LR scheduler, or lacks what a rule needs; a scheduler without
-                an entry of its own cannot be brought to the shared step; or ``by_samples`` meets a scheduler that does
-                not count samples (``ReduceLROnPlateau``).
+            CannotReshardError: The state is not one of an LR scheduler, or lacks the global batch size that
+                ``by_samples`` needs; or a scheduler that has to be played to a step depends on more than the step
+                (``ReduceLROnPlateau``, classes that are not torch's).
         """
         entries, note = _reshard(self.schedulers, saved, self._rules, self._names)
         state = {
@@ -183,7 +174,6 @@ class _Rules:
 
     global_batch_size: int | None = None
     by_samples: bool = False
-    lr_rule: LrRule = "none"
     saved_global_batch_size: int | None = None
 
 
@@ -216,22 +206,16 @@ def _reshard(
         if own is not None and own.groups is not None:
             own = _with_groups_of(own, saved_places(saved, index), group_names(scheduler.optimizer, names or {}))
         step = _shared_step(index, found) if own is None else own.step
-        fits = own is not None and _fits(own, clone)
         try:
-            if own is not None and own.state is not None and fits:
-                state = schedule_math.without_functions(own.state) if by_samples else own.state
-                schedule_math.restore(clone, state, own.groups)
+            if by_samples:
+                step = (2 * step * old_batch + new_batch) // (2 * new_batch)
+                schedule_math.move_to(clone, step, remedy="pass by_samples=False to keep its step")
+            elif own is not None and own.state is not None and _fits(own, clone):
+                schedule_math.restore(clone, own.state, own.groups)
                 remarks |= dict.fromkeys(schedule_math.overridden(scheduler, clone))
             else:
                 remarks[f"scheduler {index} took the step alone: {_why_step_alone(own, clone)}"] = None
-            if by_samples:
-                if fits:
-                    remarks |= dict.fromkeys(schedule_math.scale_steps(clone, old_batch, new_batch))
-                step = (2 * step * old_batch + new_batch) // (2 * new_batch)
-            if rules.lr_rule != "none" and old_batch != new_batch:
-                schedule_math.scale_lrs(clone, _lr_factor(rules.lr_rule, old_batch, new_batch))
-            if by_samples or not fits:
-                schedule_math.move_to(clone, step)
+                schedule_math.move_to(clone, step, remedy="load a state that holds its own state_dict()")
         except CannotReshardError as refusal:
             raise CannotReshardError(f"LR scheduler {index}: {refusal.reason}", refusal.remedy) from None
         entries.append(schedule_math.described(clone))
@@ -295,19 +279,16 @@ def _read_torch(saved: Any) -> list[_SavedScheduler]:
 
 
 def _batch_sizes(saved_batch: int | None, rules: _Rules) -> tuple[int, int]:
-    """The old and the new global batch size; equal where no rule needs them."""
+    """The old and the new global batch size; equal where the old one is not known."""
     if rules.global_batch_size is None:
         return 1, 1
     old = rules.saved_global_batch_size if saved_batch is None else saved_batch
-    if old is None:
-        if rules.by_samples or rules.lr_rule != "none":
-            asks = "by_samples" if rules.by_samples else f"lr_rule={rules.lr_rule!r}"
-            raise CannotReshardError(
-                f"the saved LR scheduler does not say its global batch size, which {asks} needs",
-                "pass ElasticLRScheduler(saved_global_batch_size=...)",
-            )
-        old = rules.global_batch_size
-    return old, rules.global_batch_size
+    if old is None and rules.by_samples:
+        raise CannotReshardError(
+            "the saved LR scheduler does not say its global batch size, which by_samples needs",
+            "pass ElasticLRScheduler(saved_global_batch_size=...)",
+        )
+    return old or rules.global_batch_size, rules.global_batch_size
 
 
 def _shared_step(index: int, found: Sequence[_SavedScheduler]) -> int:
@@ -340,21 +321,12 @@ def _why_step_alone(own: _SavedScheduler | None, clone: LRScheduler) -> str:
     return f"saved was {saved}{groups}, now {type(clone).__name__} over {len(clone.optimizer.param_groups)}"
 
 
-def _lr_factor(rule: LrRule, old_batch: int, new_batch: int) -> float:
-    ratio = new_batch / old_batch
-    return ratio if rule == "linear" else math.sqrt(ratio)
-
-
 def _headline(saved_step: int, step: int, old_batch: int, new_batch: int, rules: _Rules) -> str:
     if old_batch == new_batch:
         return f"step {step} kept"
     batches = f"global batch {old_batch} -> {new_batch}"
-    if rules.by_samples:
-        samples = saved_step * old_batch
-        inexact = "" if step * new_batch == samples else f", nearest to {samples / new_batch:.2f}"
-        text = f"step {saved_step} -> {step}{inexact}, at {samples} samples ({batches})"
-    else:
-        text = f"step {step} kept ({batches}; by_samples=True goes by samples)"
-    if rules.lr_rule == "none":
-        return text
-    return f"{text}; learning rates x {_lr_factor(rules.lr_rule, old_batch, new_batch):.4g}"
+    if not rules.by_samples:
+        return f"step {step} kept; {batches}; the schedule counts steps"
+    samples = saved_step * old_batch
+    inexact = "" if step * new_batch == samples else f", nearest to {samples / new_batch:.2f}"
+    return f"step {saved_step} -> {step}{inexact}, at {samples} samples ({batches}), of this run's own schedule"

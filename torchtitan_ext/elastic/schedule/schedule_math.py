@@ -1,19 +1,12 @@
-"""Schedules of torch's LR schedulers away from their optimizer: copied, scaled to another batch size, played to a step.
+"""Schedules of torch's LR schedulers away from their optimizer: copied, restored, played to a step.
 
 A copy stands on ``StandInOptimizer``, which has no parameters, only the group options that schedulers read and write.
 So a schedule is worked out without touching the running job.
-
-By samples: with b samples a step before and B now, step n becomes step n * b / B, and every length of the schedule is
-scaled alike; the learning rate is then that of a run that had B samples a step from its beginning, at the same number
-of samples. Example: ``StepLR(step_size=30)`` at step 45 with b = 32, B = 64 becomes ``step_size=15`` at step 22.5, that
-is 23, with one drop behind it in both. Lengths that torch compares with ``==`` or ``%`` are rounded to whole steps;
-those that enter a formula stay exact.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 import types
 import warnings
 from collections import Counter
@@ -46,24 +39,19 @@ from torchtitan_ext.errors import CannotReshardError
 # Their learning rate is a formula in the step: they need not be played step by step.
 _WITHOUT_MEMORY = (LambdaLR, CyclicLR, OneCycleLR)
 
-# Lengths in steps that torch compares with == or %.
-_WHOLE_LENGTHS: dict[type[LRScheduler], str] = {
-    StepLR: "step_size",
-    ConstantLR: "total_iters",
-    LinearLR: "total_iters",
-    PolynomialLR: "total_iters",
-}
-
 _KNOWN = (
-    *_WHOLE_LENGTHS,
     *_WITHOUT_MEMORY,
     ChainedScheduler,
+    ConstantLR,
     CosineAnnealingLR,
     CosineAnnealingWarmRestarts,
     ExponentialLR,
+    LinearLR,
     MultiplicativeLR,
     MultiStepLR,
+    PolynomialLR,
     SequentialLR,
+    StepLR,
 )
 
 # What a schedule counts, beside attributes that begin with "_"; all else of its state are its options.
@@ -71,8 +59,6 @@ _MOVING = frozenset({"last_epoch", "best", "num_bad_epochs", "cooldown_counter",
 _LR_OPTIONS = ("lr", "initial_lr", "max_lr", "min_lr")
 _MOMENTUM_OPTIONS = ("max_momentum", "base_momentum", "momentum", "betas")
 
-# Attributes of schedulers that hold learning rates, one per parameter group or one for all.
-_LR_ATTRIBUTES = ("base_lrs", "max_lrs", "min_lrs", "eta_min", "default_min_lr", "_last_lr")
 _PER_GROUP_ATTRIBUTES = ("base_lrs", "max_lrs", "min_lrs", "base_momentums", "max_momentums", "lr_lambdas", "_last_lr")
 
 
@@ -202,13 +188,14 @@ def step_of(state: Mapping[str, Any]) -> int | None:
     return steps[0] if steps else None
 
 
-def move_to(scheduler: LRScheduler, step: int) -> None:
+def move_to(scheduler: LRScheduler, step: int, *, remedy: str) -> None:
     """Plays a copied scheduler from its beginning to a step. Refuses one whose state depends on more than the step."""
-    _check_known(scheduler, "its state depends on more than the step", "load a state that holds its own state_dict()")
+    _check_known(scheduler, remedy)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for group in scheduler.optimizer.param_groups:
-            group["lr"] = group["initial_lr"]
+        # An optimizer that was loaded before has the saved rates in its groups.
+        for group, lr in zip(scheduler.optimizer.param_groups, _played_from(scheduler), strict=True):
+            group["lr"] = group["initial_lr"] = lr
         _restart(scheduler)
         try:
             if isinstance(scheduler, _WITHOUT_MEMORY) and step > 0:
@@ -221,79 +208,6 @@ def move_to(scheduler: LRScheduler, step: int) -> None:
             raise CannotReshardError(
                 f"{type(scheduler).__name__} cannot stand at step {step} ({error})", "build it for more steps"
             ) from None
-
-
-def scale_steps(scheduler: LRScheduler, old_batch: int, new_batch: int) -> list[str]:
-    """Scales the lengths of a copied schedule from steps of the old batch size to steps of the new one, in place.
-
-    Functions given by the user (``LambdaLR``, ``MultiplicativeLR``, ``CyclicLR``) count in the new run's steps.
-
-    Returns the lengths that had to be rounded. Raises CannotReshardError where it is not known how a schedule scales.
-    """
-    _check_known(
-        scheduler,
-        "how its schedule scales with the number of samples is not known",
-        "pass by_samples=False to keep its step",
-    )
-    rounded: list[str] = []
-
-    def whole(name: str, steps: int, *, at_least: int = 0) -> int:
-        scaled = max(at_least, (2 * steps * old_batch + new_batch) // (2 * new_batch))
-        if scaled * new_batch != steps * old_batch:
-            rounded.append(f"{name} {steps} -> {scaled}")
-        return scaled
-
-    def exact(steps: float) -> float:
-        scaled = steps * old_batch / new_batch
-        # After several scalings a whole number is only almost one: torch's cosine then divides by zero at its minimum.
-        return round(scaled) if math.isclose(scaled, round(scaled), rel_tol=1e-12) else scaled
-
-    if type(scheduler) in _WHOLE_LENGTHS:
-        name = _WHOLE_LENGTHS[type(scheduler)]
-        setattr(scheduler, name, whole(name, getattr(scheduler, name), at_least=1))
-    elif isinstance(scheduler, MultiStepLR):
-        milestones = sorted(scheduler.milestones.elements())
-        scheduler.milestones = Counter(whole("milestone", milestone) for milestone in milestones)
-    elif isinstance(scheduler, CosineAnnealingLR):
-        scheduler.T_max = exact(scheduler.T_max)  # type: ignore[assignment]
-    elif isinstance(scheduler, CosineAnnealingWarmRestarts):
-        scheduler.T_0 = exact(scheduler.T_0)  # type: ignore[assignment]
-    elif isinstance(scheduler, ExponentialLR):
-        scheduler.gamma **= new_batch / old_batch
-    elif isinstance(scheduler, OneCycleLR):
-        scheduler.total_steps = -(-scheduler.total_steps * old_batch // new_batch)
-        for phase in scheduler._schedule_phases:
-            phase["end_step"] = exact(phase["end_step"])
-    elif isinstance(scheduler, CyclicLR):
-        scheduler.total_size *= old_batch / new_batch  # type: ignore[assignment]
-        scheduler.gamma **= new_batch / old_batch
-        scheduler._init_scale_fn()
-    elif isinstance(scheduler, SequentialLR):
-        scheduler._milestones = [whole("milestone", milestone) for milestone in scheduler._milestones]
-    for child in _children(scheduler):
-        rounded += scale_steps(child, old_batch, new_batch)
-    return rounded
-
-
-def without_functions(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A ``state_dict()`` without the attributes of the user's function objects, so that the new run's stay."""
-    kept = dict(state)
-    if "lr_lambdas" in kept:
-        kept["lr_lambdas"] = [None] * len(kept["lr_lambdas"])
-    if "_scale_fn_custom" in kept:
-        kept["_scale_fn_custom"] = None
-    if "_schedulers" in kept:
-        kept["_schedulers"] = [without_functions(child) for child in kept["_schedulers"]]
-    return kept
-
-
-def scale_lrs(scheduler: LRScheduler, factor: float) -> None:
-    """Multiplies every learning rate of a copied schedule, minima included: its whole curve scales. In place."""
-    for group in scheduler.optimizer.param_groups:
-        for name in _LR_OPTIONS:
-            if name in group:
-                group[name] *= factor
-    _scale_lr_attributes(scheduler, factor)
 
 
 def normalized(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -339,15 +253,25 @@ def _base_lrs(scheduler: LRScheduler) -> list[Any] | None:
     return _base_lrs(children[0]) if children else getattr(scheduler, "base_lrs", None)
 
 
+def _played_from(scheduler: LRScheduler) -> list[Any]:
+    """The learning rates of step 0; in a chain those of the last member, which was built last."""
+    children = _children(scheduler)
+    return _played_from(children[-1]) if children else scheduler.base_lrs
+
+
 def _cycles_momentum(scheduler: LRScheduler) -> bool:
     return getattr(scheduler, "cycle_momentum", False) or any(map(_cycles_momentum, _children(scheduler)))
 
 
-def _check_known(scheduler: LRScheduler, reason: str, remedy: str) -> None:
+def _check_known(scheduler: LRScheduler, remedy: str) -> None:
     if isinstance(scheduler, ReduceLROnPlateau):
         raise CannotReshardError("ReduceLROnPlateau follows the metrics it was given, not the step or samples", remedy)
     if type(scheduler) not in _KNOWN:
-        raise CannotReshardError(f"{type(scheduler).__name__} is not one of torch's LR schedulers: {reason}", remedy)
+        name = type(scheduler).__name__
+        reason = f"{name} is not one of torch's LR schedulers: its state depends on more than the step"
+        raise CannotReshardError(reason, remedy)
+    for child in _children(scheduler):
+        _check_known(child, remedy)
 
 
 def _restart(scheduler: LRScheduler) -> None:
@@ -365,17 +289,6 @@ def _restart(scheduler: LRScheduler) -> None:
         SequentialLR.__init__(scheduler, scheduler.optimizer, children, scheduler._milestones)
     else:
         ChainedScheduler.__init__(scheduler, children, scheduler.optimizer)  # type: ignore[arg-type]
-
-
-def _scale_lr_attributes(scheduler: LRScheduler, factor: float) -> None:
-    for name in _LR_ATTRIBUTES:
-        value = getattr(scheduler, name, None)
-        if isinstance(value, list):
-            setattr(scheduler, name, [lr * factor for lr in value])
-        elif value is not None:
-            setattr(scheduler, name, value * factor)
-    for child in _children(scheduler):
-        _scale_lr_attributes(child, factor)
 
 
 def _with_lists(value: Any) -> Any:
