@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -168,27 +167,17 @@ class DifferentiableOp:
         self, name: str, backward: Callable[..., tuple[Any, ...]], *, setup_context: Callable[..., None]
     ) -> None:
         torch.library.register_autograd(f"torchtitan_ext::{name}", backward, setup_context=setup_context)
-        self.name, self.backward, self.setup_context = name, backward, setup_context
+        self.name = name
 
     def __call__(self, args: tuple[Any, ...]) -> Any:
         """As ``call``, past the op's Python autograd kernel (5 us) where nothing requires grad."""
+        _refuse_transforms(self.name)
         if torch.compiler.is_compiling():
             return call(self.name, args)
-        if is_transformed():
-            return self._call_transformed(args)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
             return call(self.name, args)
         with torch._C._AutoDispatchBelowAutograd():
             return call(self.name, args)
-
-    def _call_transformed(self, args: tuple[Any, ...]) -> Any:
-        tensors = [tensor for value in args for tensor in _tensors_in(value)]
-        places = tuple(
-            (value, None) if not _tensors_in(value) else (None, len(value) if isinstance(value, list) else -1)
-            for value in args
-        )
-        result = _Transformed.apply(_Call(self, places), *tensors)
-        return list(result) if isinstance(result, tuple) else result
 
 
 def is_transformed() -> bool:
@@ -196,85 +185,18 @@ def is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
+def _refuse_transforms(name: str) -> None:
+    if is_transformed():
+        raise RuntimeError(
+            f"{name} knows neither forward-mode AD nor the transforms of torch.func (grad, jvp, jacfwd, vmap, ...); "
+            "call it outside of them, and take gradients by backward() or torch.autograd.grad"
+        )
+
+
 def _tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     return value if isinstance(value, list) and value and isinstance(value[0], Tensor) else []
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A call without its tensors.
-
-    ``places`` has for each argument its value, or the length of its list of tensors; -1 for a tensor alone.
-    """
-
-    op: DifferentiableOp
-    places: tuple[tuple[Any, int | None], ...]
-
-    def args(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        rest = iter(tensors)
-        return tuple(
-            value if count is None else next(rest) if count < 0 else [next(rest) for _ in range(count)]
-            for value, count in self.places
-        )
-
-    def flat_gradients(self, gradients: Sequence[Any]) -> list[Tensor | None]:
-        flat: list[Tensor | None] = []
-        for (_, count), gradient in zip(self.places, gradients, strict=True):
-            if count is not None:
-                flat += [gradient] if count < 0 else (gradient or [None] * count)
-        return flat
-
-
-class _Transformed(torch.autograd.Function):
-    """The op as ``torch.func`` and forward-mode AD want it: tensors side by side, a jvp and a rule for vmap."""
-
-    @staticmethod
-    def forward(op_call: _Call, *tensors: Tensor) -> Any:
-        result = call(op_call.op.name, op_call.args(tensors))
-        return tuple(result) if isinstance(result, list) else result
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.op_call, *tensors = inputs
-        ctx.gives_list = isinstance(output, tuple)
-        ctx.save_for_forward(*tensors)
-        if isinstance(output, Tensor) and not (output.is_floating_point() or output.is_complex()):
-            ctx.mark_non_differentiable(output)
-        ctx.op_call.op.setup_context(ctx, ctx.op_call.args(tensors), list(output) if ctx.gives_list else output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        gradients = ctx.op_call.op.backward(ctx, list(grads) if ctx.gives_list else grads[0])
-        return None, *ctx.op_call.flat_gradients(gradients)
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:
-        given = zip(tangents, ctx.saved_tensors, strict=True)
-        filled = [torch.zeros_like(like) if tangent is None else tangent for tangent, like in given]
-        result = ctx.op_call.op(ctx.op_call.args(filled))
-        if isinstance(result, list):
-            return tuple(result)
-        return result if result.is_floating_point() or result.is_complex() else None  # the bytes of a flat buffer
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], op_call: _Call, *tensors: Tensor) -> Any:
-        """Sample by sample: a table of chunks has no place for one more dim."""
-        samples = [
-            op_call.op(
-                op_call.args(
-                    [
-                        tensor if dim is None else tensor.select(dim, sample)
-                        for tensor, dim in zip(tensors, in_dims[1:], strict=True)
-                    ]
-                )
-            )
-            for sample in range(info.batch_size)
-        ]
-        if isinstance(samples[0], list):
-            return tuple(torch.stack(parts) for parts in zip(*samples, strict=True)), (0,) * len(samples[0])
-        return torch.stack(samples), 0
 
 
 def _explained(name: str, args: tuple[Any, ...], error: RuntimeError) -> Exception:
