@@ -953,16 +953,9 @@ def test_arguments_of_a_data_loader(text: str) -> None:
 
 def test_a_data_loader_in_use() -> None:
     loader = ElasticDataLoader(range(12), batch_size=4, shuffle=False)
-    refused("acknowledge needs max_in_flight, the bound on open samples; pass it", lambda: loader.acknowledge([0]))
-    refused("choose max_in_flight >= 4", lambda: ElasticDataLoader(range(12), batch_size=4, max_in_flight=3))
-    loader = ElasticDataLoader(range(12), batch_size=4, max_in_flight=4, shuffle=False)
     batches = iter(loader)
     seen = next(batches).tolist()
-    refused("call acknowledge(ids) of samples that were trained, then ask for the batch again", lambda: next(batches))
-    refused("acknowledge each id once, on the rank whose sample_ids had it", lambda: loader.acknowledge([0, 0]))
-    loader.acknowledge(loader.sample_ids)
     seen += next(batches).tolist()
-    loader.acknowledge(loader.sample_ids)
     loader.load_state_dict(loader.state_dict())
     refused("a state was loaded under this iterator; make a new one", lambda: next(batches))
     batches = iter(loader)

@@ -204,16 +204,6 @@ def test_samplers_and_streams() -> None:
     full = Streams(lambda shard, num_shards, epoch: iter([7] if shard == 0 else []), num_shards=1)
     assert next(iter(ElasticDataLoader(full, batch_size=2, endless=True))).tolist() == [7, 7]
 
-    loader = ElasticDataLoader(streams, batch_size=12, max_in_flight=24)
-    seen, ids = [], []
-    for batch in loader:
-        seen += batch.tolist()
-        ids.append(loader.sample_ids)
-    refused("call acknowledge(ids) of these, then iterate again", lambda: samples(loader))
-    for of_batch in ids:
-        loader.acknowledge(of_batch)
-    assert sorted(samples(loader)) == sorted(seen) == list(range(12))
-
 
 # Ranks.
 

@@ -5,7 +5,6 @@ from torchtitan_ext.checkpoint.rules.param_groups import GroupNote, merge_param_
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source
 from torchtitan_ext.checkpoint.tables.component import Reshardable, Resharded, World, reshard_state
 from torchtitan_ext.elastic.data.dataloader import ElasticDataLoader
-from torchtitan_ext.elastic.data.frontier import EpochInFlightError, TooManyInFlightError, UnknownSamplesError
 from torchtitan_ext.elastic.data.indexed import IndexedStreams
 from torchtitan_ext.elastic.data.packing import PackedTokens
 from torchtitan_ext.elastic.data.sampler import ElasticBatchSampler
@@ -16,7 +15,7 @@ from torchtitan_ext.elastic.data.workers import StreamWorkerError
 from torchtitan_ext.elastic.rng import RngState
 from torchtitan_ext.elastic.schedule.lr_scheduler import ElasticLRScheduler
 from torchtitan_ext.elastic.train_state import TrainState, read_torchtitan_train_state
-from torchtitan_ext.state.data_position import DataPosition, RankChange, ShardPosition
+from torchtitan_ext.state.data_position import DataPosition, ShardPosition
 
 __all__ = [
     "DataPosition",
@@ -24,13 +23,11 @@ __all__ = [
     "ElasticDataLoader",
     "ElasticLRScheduler",
     "ElasticPolicy",
-    "EpochInFlightError",
     "GroupNote",
     "HuggingFaceStreams",
     "IndexedStreams",
     "OptionGaps",
     "PackedTokens",
-    "RankChange",
     "Reshardable",
     "Resharded",
     "RngState",
@@ -40,10 +37,8 @@ __all__ = [
     "StreamWorkerError",
     "Streams",
     "TooFewShardsError",
-    "TooManyInFlightError",
     "TorchtitanTextStreams",
     "TrainState",
-    "UnknownSamplesError",
     "World",
     "find_option_gaps",
     "merge_param_groups",

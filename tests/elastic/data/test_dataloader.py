@@ -11,7 +11,8 @@ from simulated_loaders import Counted
 from torch.distributed.device_mesh import init_device_mesh
 
 import torchtitan_ext as tte
-from torchtitan_ext.elastic import ElasticDataLoader, Streams
+from torchtitan_ext.elastic import ElasticDataLoader, Streams, World
+from torchtitan_ext.errors import CannotReshardError
 
 
 def streams_of(lengths: list[int]) -> Streams:
@@ -235,3 +236,61 @@ def test_map_style_iterators_do_not_outlive_a_load() -> None:
 def test_arguments_of_another_type(data: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         ElasticDataLoader(data, **{"batch_size": 1, **options})
+
+
+# States of version 0.2 that say which samples were handed out and not yet trained.
+
+
+def streams() -> Streams:
+    return Streams(lambda shard, num_shards, epoch: iter(range(shard, 40, num_shards)), 2)
+
+
+def with_in_flight(state: dict[str, Any], *ids: list[int]) -> dict[str, Any]:
+    """The state of map-style data with the entries of these ranks."""
+    entries = {f"in_flight_{rank}_of_{len(ids)}": (of_rank,) for rank, of_rank in enumerate(ids)}
+    return {"loader": ({**state["loader"][0], "version": 2, "again": [], "in_flight_of": len(ids)},), **entries}
+
+
+def in_flight_states(state: dict[str, Any], of_streams: dict[str, Any]) -> dict[str, tuple[dict[str, Any], str]]:
+    (entry,) = of_streams["shard_1_of_2"]
+    shard = {**entry, "stream_epoch": None, "in_flight": (1, 3), "num_waiting": 1}
+    missing = with_in_flight(state, [], [])
+    del missing["in_flight_1_of_2"]
+    return {
+        "two ranks": (
+            with_in_flight(state, [4, 6], [5]),
+            "has 3 samples in flight, .*; load it with torchtitan_ext 0.2, ack",
+        ),
+        "waiting": ({"loader": ({**state["loader"][0], "version": 2, "again": [3]},)}, "has 1 samples in flight"),
+        "a rank's own": (missing, "on 2 .* no in_flight_1_of_2; load with .*policy=Ela"),
+        "streams": ({**of_streams, "shard_1_of_2": (shard,)}, "has 2 samples in flight"),
+    }
+
+
+@pytest.mark.parametrize("name", ["two ranks", "waiting", "a rank's own", "streams"])
+def test_states_with_samples_in_flight_are_refused_and_nothing_changes(name: str) -> None:
+    loader, of_streams = ElasticDataLoader(range(40), batch_size=4), ElasticDataLoader(streams(), batch_size=4)
+    next(iter(loader)), next(iter(of_streams))
+    state, message = in_flight_states(loader.state_dict(), of_streams.state_dict())[name]
+    refused = of_streams if name == "streams" else loader
+    before = refused.state_dict()
+    for load in (refused.load_state_dict, lambda saved: refused.reshard(saved, World(1), World(1))):
+        with pytest.raises(CannotReshardError, match=message):
+            load(state)
+    assert refused.state_dict() == before
+
+
+def test_states_of_which_all_was_trained_load() -> None:
+    loader = ElasticDataLoader(range(40), batch_size=4)
+    next(iter(loader))
+    state = loader.state_dict()
+    again = ElasticDataLoader(range(40), batch_size=4)
+    again.load_state_dict(with_in_flight(state, [], []))
+    assert again.state_dict() == state
+    streaming = ElasticDataLoader(streams(), batch_size=4)
+    next(iter(streaming))
+    state = streaming.state_dict()
+    other = ElasticDataLoader(streams(), batch_size=4)
+    old = {"stream_epoch": None, "in_flight": (), "num_waiting": 0}
+    other.load_state_dict({key: (({**value[0], **old}),) for key, value in state.items()})
+    assert other.state_dict() == state

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from torchtitan_ext import _core
 from torchtitan_ext.elastic import ElasticBatchSampler, ElasticDataLoader
-from torchtitan_ext.elastic.data.order import OrderedData, epoch_order
+from torchtitan_ext.elastic.data.order import epoch_order
 
 SEEDS = range(100)
 
@@ -156,15 +156,6 @@ def test_the_name_of_the_order_is_in_the_state_and_wins() -> None:
 def test_an_unknown_order_is_refused() -> None:
     with pytest.raises(ValueError, match='order is .bitrev., expected "feistel-1" or "randperm"'):
         ElasticBatchSampler(range(9), global_batch_size=2, order="bitrev")  # type: ignore[arg-type]
-
-
-def test_ids_of_several_epochs() -> None:
-    for order in ("feistel-1", "randperm"):
-        data = OrderedData(10, True, order, 4)
-        ids = np.array([29, 3, 14, 13, 20])
-        whole = [epoch_order(10, shuffle=True, order=order, seed=4, epoch=epoch) for epoch in range(3)]
-        expected = [whole[id_ // 10](np.array([id_ % 10]))[0] for id_ in ids.tolist()]
-        assert data.indices_of(ids).tolist() == expected
 
 
 def test_a_billion_samples_need_no_memory() -> None:

@@ -49,7 +49,7 @@ def source_of(kind: str, length: int) -> Streams:
 
 
 def totals_of(kind: str, length: int) -> list[int]:
-    items = ShardSamples(source_of(kind, length), 0, SamplePosition(Mark(), 0, 0))
+    items = ShardSamples(source_of(kind, length), 0, SamplePosition(Mark(), 0))
     marks = [item if isinstance(item, Mark) else item[1] for item in items]
     return [mark.total for mark in marks if mark is not None]
 

@@ -179,19 +179,14 @@ def _print_data(positions: Mapping[str, DataPosition]) -> None:
         print_line("no data loader of this package")
     for name, position in positions.items():
         print_line(f"{name}: {position}")
-        for dp_size in (position.dp_size // 2, position.dp_size * 2):
-            if dp_size:
-                print_line(f"  {position.on(dp_size)}")
         if position.shards:
             print()
-            print_table(
-                ("shard", "epoch", "served", "in flight", "left", "all epochs"), map(_position_row, position.shards)
-            )
+            print_table(("shard", "epoch", "served", "left", "all epochs"), map(_position_row, position.shards))
 
 
 def _position_row(one: ShardPosition) -> Sequence[object]:
     left = "-" if one.samples_left is None else f"{one.samples_left:,}"
-    return one.shard, one.epoch, f"{one.served:,}", f"{one.in_flight:,}", left, f"{one.total:,}"
+    return one.shard, one.epoch, f"{one.served:,}", left, f"{one.total:,}"
 
 
 def _key_row(key: KeySummary) -> Sequence[object]:

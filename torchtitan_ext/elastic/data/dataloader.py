@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from torchtitan_ext.checkpoint.tables.component import Resharded, SampleAccount, World
-from torchtitan_ext.elastic.data.frontier import NO_IDS, Ids, InFlight, read_ids
 from torchtitan_ext.elastic.data.order import OrderName
 from torchtitan_ext.elastic.data.sample_position import SamplePosition
 from torchtitan_ext.elastic.data.sampler import ElasticBatchSampler, Last, LocalBatch, Share
@@ -40,7 +39,7 @@ _LOADER_OPTIONS = (
     "timeout",
     "worker_init_fn",
 )
-_OWN_OPTIONS = ("batch_size", "collate_fn", "dp_rank", "dp_size", "endless", "global_batch_size", "max_in_flight")
+_OWN_OPTIONS = ("batch_size", "collate_fn", "dp_rank", "dp_size", "endless", "global_batch_size")
 _INSTEAD = {
     "drop_last": "pass last='drop' or last='pad' for drop_last",
     "sampler": "the loader has an order of its own: order=, shuffle= and seed=",
@@ -87,9 +86,6 @@ class ElasticDataLoader:
         group: The data-parallel process group, such as ``mesh["dp"].get_group()``, for streams that are not endless.
             The default group is wrong where there is tensor or pipeline parallelism too. A ``mesh`` of one axis has it.
         collate_fn: From a list of samples to a batch; by default torch's ``default_collate``.
-        max_in_flight: How many samples of this rank may be handed out and not acknowledged. With it, a state counts as
-            trained what was acknowledged (see ``acknowledge``), and a resume gives all else again; without it, what was
-            handed out. At least the samples of this rank in a step.
         uneven: Whether low ranks may get one sample more than the others. An average over ranks of their means then
             weighs samples unequally: weigh each mean by the rank's samples.
         loader_options: More arguments of ``torch.utils.data.DataLoader``, such as ``num_workers``. Over streams:
@@ -122,13 +118,12 @@ class ElasticDataLoader:
         group: dist.ProcessGroup | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         order: OrderName = "feistel-1",
-        max_in_flight: int | None = None,
         uneven: bool = False,
         **loader_options: Any,
     ) -> None:
         if (batch_size is None) == (global_batch_size is None):
             raise ValueError("ElasticDataLoader: give exactly one of batch_size (per rank) and global_batch_size")
-        check_counts("ElasticDataLoader", batch_size=batch_size, max_in_flight=max_in_flight)
+        check_counts("ElasticDataLoader", batch_size=batch_size)
         dp_rank, dp_size, group = data_rank("ElasticDataLoader", dp_rank, dp_size, mesh, group)
         size = global_batch_size if global_batch_size is not None else (batch_size or 0) * dp_size
         share = Share(size, dp_rank, dp_size, last, endless, uneven)
@@ -137,22 +132,13 @@ class ElasticDataLoader:
         self.dp_size = dp_size
         self.global_batch_size = size
         self.batch_size = share.batch_size
-        self._in_flight: InFlight | None = None
-        if max_in_flight is not None:
-            if max_in_flight < share.batch_size:
-                raise ValueError(
-                    f"ElasticDataLoader: max_in_flight={max_in_flight} has no room for a batch of this rank, "
-                    f"{share.batch_size} samples; choose max_in_flight >= {share.batch_size}"
-                )
-            self._in_flight = InFlight(max_in_flight, dp_rank)
         self._batches: _Batches
         if isinstance(data, type):
             raise argument_error("ElasticDataLoader", "data", data, "an instance: a data set or a source of streams")
         if isinstance(data, StreamSource):
             _check_options(loader_options, [field.name for field in fields(WorkerOptions)], "streams")
             workers = WorkerOptions(**loader_options)
-            self._batches = StreamBatches(data, share, group, collate_fn, workers, max_in_flight is not None)
-            self._start = self._batches.state_dict()
+            self._batches = StreamBatches(data, share, group, collate_fn, workers)
         elif isinstance(data, IterableDataset):
             raise ValueError(
                 f"ElasticDataLoader: {type(data).__name__} is an IterableDataset, which torch reads from its beginning "
@@ -168,45 +154,16 @@ class ElasticDataLoader:
             DataLoader(data, batch_sampler=[], **options)  # refuses values here, not at the first batch
             if options.get("num_workers"):  # the trainer alone ends them, as those of streams
                 options["worker_init_fn"] = keeping_worker(options.get("worker_init_fn"))
-            self._batches = _SampleBatches(data, sampler, options, self._in_flight)
-            self._start = sampler.state_dict()  # no rank's in flight: those would be needed of all ranks
+            self._batches = _SampleBatches(data, sampler, options)
         else:
             raise ValueError(
                 f"ElasticDataLoader: {type(data).__name__} is neither a map-style data set (__len__ and __getitem__) "
                 "nor a source of streams; wrap what opens your streams in Streams or HuggingFaceStreams of tte.elastic"
             )
+        self._start = self.state_dict()
 
     def __iter__(self) -> Iterator[Any]:
-        if self._in_flight is None:
-            return iter(self._batches)
-        return _BoundedBatches(self._batches, self._in_flight, self.batch_size)
-
-    @property
-    def sample_ids(self) -> torch.Tensor:
-        """The ids of the samples of this rank's latest batch, in its order, without padding: int64 on the CPU.
-
-        A sample has one id in each epoch, the same for any number of ranks. Over map-style data it is epoch * number of
-        samples + place in the epoch's order; over streams virtual shard + ``num_shards`` * number of the sample in the
-        shard, counted over all epochs.
-        """
-        return torch.from_numpy(self._batches.sample_ids)
-
-    def acknowledge(self, ids: Sequence[int] | Ids | torch.Tensor) -> None:
-        """Says that samples were trained, on the rank whose ``sample_ids`` had them, in any order; not collective.
-
-        What is not acknowledged when a state is taken is given again by a job that goes on from it. Tensor-parallel
-        ranks acknowledge the same.
-
-        Raises:
-            UnknownSamplesError: Some are not in flight on this rank, or are named twice; nothing has changed.
-            TypeError: They are no whole numbers.
-            ValueError: The loader has no ``max_in_flight``: what is handed out counts as trained.
-        """
-        if self._in_flight is None:
-            raise ValueError("ElasticDataLoader: acknowledge needs max_in_flight, the bound on open samples; pass it")
-        trained = read_ids(ids)
-        self._in_flight.acknowledge(trained)
-        self._batches.acknowledge(trained)
+        return iter(self._batches)
 
     @property
     def samples_seen(self) -> int:
@@ -248,23 +205,13 @@ class ElasticDataLoader:
             CannotReshardError: The state is of other data or another number of shards; the loader is unchanged.
         """
         self._batches.load_state_dict(state_dict)
-        if self._in_flight is not None:
-            self._in_flight.clear()
 
     def describe(self) -> DataPosition:
-        """Where the loader stands after the latest batch; of streams with this rank's shards. Not collective.
-
-        ``describe().on(4)`` says what a load by 4 data-parallel ranks would do.
-        """
+        """Where the loader stands after the latest batch; of streams with this rank's shards. Not collective."""
         return read_data_position(self.state_dict())
 
     def sample_account(self) -> SampleAccount:
-        """The samples that were served; a save compares them with what a ``TrainState`` counts.
-
-        With ``max_in_flight`` no rank knows how many are in flight on the others, so only a load compares.
-        """
-        if self._in_flight is not None:
-            return SampleAccount()
+        """The samples that were served; a save compares them with what a ``TrainState`` counts."""
         return SampleAccount(served=self.samples_seen, padded=self.padded)
 
     def reset(self) -> None:
@@ -288,37 +235,14 @@ def _check_options(given: Mapping[str, object], known: Sequence[str], data: str)
         )
 
 
-class _BoundedBatches:
-    """Batches of which so many samples may be in flight. An error leaves the iterator as it was: ask it again."""
-
-    def __init__(self, batches: _Batches, in_flight: InFlight, batch_size: int) -> None:
-        self._batches = batches
-        self._in_flight = in_flight
-        self._batch_size = batch_size
-        self._served = iter(batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        self._in_flight.check_room(self._batch_size)
-        batch = next(self._served)
-        self._in_flight.hand_out(self._batches.sample_ids)
-        return batch
-
-
 class _SampleBatches:
     """Batches of a map-style data set, read by PyTorch's own ``DataLoader``."""
 
-    def __init__(
-        self, data: Any, sampler: ElasticBatchSampler, options: dict[str, Any], in_flight: InFlight | None
-    ) -> None:
+    def __init__(self, data: Any, sampler: ElasticBatchSampler, options: dict[str, Any]) -> None:
         self._data = data
         self._sampler = sampler
         self._options = options
-        self._in_flight = in_flight
         self.num_padding = 0
-        self.sample_ids = NO_IDS
         self._newest: object = None  # the iterator that may serve
 
     @property
@@ -333,12 +257,9 @@ class _SampleBatches:
         self._sampler.load_state_dict(state_dict)
         self._newest = None
         self.num_padding = 0
-        self.sample_ids = NO_IDS
 
     def state_dict(self) -> dict[str, Any]:
-        return (
-            self._sampler.state_dict() if self._in_flight is None else self._sampler.state_with(self._in_flight.ids())
-        )
+        return self._sampler.state_dict()
 
     def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
         return self._sampler.reshard(saved, old, new)
@@ -348,9 +269,6 @@ class _SampleBatches:
         read_all = getattr(self._data, "__getitems__", None)
         samples = [self._data[index] for index in indices] if read_all is None else read_all(indices)
         return self._options["collate_fn"](samples)
-
-    def acknowledge(self, ids: Ids) -> None:
-        """Nothing to do: what is in flight says all."""
 
     def __iter__(self) -> Iterator[Any]:
         self._newest = this = object()
@@ -375,7 +293,6 @@ class _SampleBatches:
             batch = ahead.popleft()
             self._sampler.serve(batch.reached)
             self.num_padding = batch.num_padding
-            self.sample_ids = batch.ids
             yield samples
         self._check_newest(this)
         if ahead:  # Python takes this for the end of the data: the rest of the epoch would be dropped
@@ -393,9 +310,4 @@ class _SampleBatches:
 
 
 _Batches = _SampleBatches | StreamBatches
-"""Local batches of one kind of data, with a position.
-
-``sample_ids`` are those of the latest batch in its order, without padding: set before the batch is yielded, empty
-before the first batch and after a load. ``num_padding`` repeats stand at the batch's end. ``acknowledge`` says that
-samples, each in flight until now, were trained; it never raises.
-"""
+"""Local batches of one kind of data, with a position; ``num_padding`` repeats stand at the latest batch's end."""

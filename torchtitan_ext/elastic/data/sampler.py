@@ -26,15 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from torchtitan_ext.checkpoint.tables.component import Resharded, SampleAccount, World
-from torchtitan_ext.elastic.data.frontier import Ids
-from torchtitan_ext.elastic.data.order import OrderedData, OrderName, check_order
-from torchtitan_ext.elastic.data.sample_position import (
-    STATE_KEY,
-    SamplePosition,
-    from_entries,
-    in_flight_key,
-    to_common,
-)
+from torchtitan_ext.elastic.data.order import OrderName, check_order, epoch_order
+from torchtitan_ext.elastic.data.sample_position import STATE_KEY, SamplePosition, from_entries, to_common
 from torchtitan_ext.elastic.own_share import data_rank
 from torchtitan_ext.errors import CannotReshardError, check_argument, check_counts
 
@@ -93,13 +86,9 @@ Reached = Callable[[], SamplePosition]
 
 
 class LocalBatch(NamedTuple):
-    """A rank's part of a global batch, which ends in ``num_padding`` repeats, and where the job is when it is served.
-
-    ``ids`` are those of the samples before the padding.
-    """
+    """A rank's part of a global batch, which ends in ``num_padding`` repeats, and where the job is after it."""
 
     indices: list[int]
-    ids: Ids
     num_padding: int
     reached: Reached
 
@@ -210,30 +199,30 @@ class ElasticBatchSampler:
     def batches(self) -> Iterator[LocalBatch]:
         """The local batches from the position to the end of the epoch, or without end. Does not move the position."""
         position = self.position
-        data = OrderedData(position.num_samples, position.shuffle, position.order, position.seed)
         while True:
-            yield from self._epoch_batches(position, data)
+            yield from self._epoch_batches(position)
             if not self.endless:
                 return
             position = position.after(self._num_batches(position) * self.global_batch_size).next_epoch()
 
-    def _epoch_batches(self, start: SamplePosition, data: OrderedData) -> Iterator[LocalBatch]:
+    def _epoch_batches(self, start: SamplePosition) -> Iterator[LocalBatch]:
         """The batches from a position to the end of its epoch; arrays hold the samples of many batches at once."""
-        size = self.global_batch_size
+        size, num_samples = self.global_batch_size, start.num_samples
+        order = epoch_order(num_samples, shuffle=start.shuffle, order=start.order, seed=start.seed, epoch=start.epoch)
         own_places = np.arange(self.dp_rank, size, self.dp_size)
         num_batches = self._num_batches(start)
         step = max(1, _SAMPLES_AT_ONCE // len(own_places))
         for first in range(0, num_batches, step):
             last = min(first + step, num_batches)
-            ids = start.next_ids(own_places + np.arange(first, last)[:, np.newaxis] * size)
-            rows = data.indices_of(ids).tolist()
-            for batch, (indices, batch_ids) in enumerate(zip(rows, ids, strict=True), first + 1):
+            places = start.next_sample + own_places + np.arange(first, last)[:, np.newaxis] * size
+            if last * size > start.num_left:  # padding: the beginning of the epoch
+                places %= num_samples
+            for batch, indices in enumerate(order(places).tolist(), first + 1):
                 num_padding = 0
                 if batch * size > start.num_left:
                     num_real = np.searchsorted(own_places, start.num_left - (batch - 1) * size)
-                    batch_ids = batch_ids[:num_real]
                     num_padding = len(indices) - int(num_real)
-                yield LocalBatch(indices, batch_ids, num_padding, partial(start.after, batch * size))
+                yield LocalBatch(indices, num_padding, partial(start.after, batch * size))
 
     def end_epoch(self) -> None:
         """Drops what is left of the epoch, and goes to the next one."""
@@ -246,20 +235,8 @@ class ElasticBatchSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """One entry, equal on all ranks, in a tuple: a checkpoint keeps a tuple as one value."""
-        return {STATE_KEY: (self._common(has_in_flight=False),)}
-
-    def state_with(self, in_flight: list[int]) -> dict[str, Any]:
-        """The state where this rank has samples in flight: with an entry of this rank, also where it has none."""
-        entry = {in_flight_key(self.dp_rank, self.dp_size): (in_flight,)}
-        return {STATE_KEY: (self._common(has_in_flight=True),), **entry}
-
-    def _common(self, *, has_in_flight: bool) -> dict[str, Any]:
-        return to_common(
-            self.position,
-            global_batch_size=self.global_batch_size,
-            dp_size=self.dp_size,
-            has_in_flight=has_in_flight,
-        )
+        common = to_common(self.position, global_batch_size=self.global_batch_size, dp_size=self.dp_size)
+        return {STATE_KEY: (common,)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from the state of any number of ranks and any global batch size, with its seed and ``shuffle``.
@@ -287,10 +264,8 @@ class ElasticBatchSampler:
             now, before = getattr(own, option), getattr(position, option)
             if now != before and (option == "shuffle" or position.shuffle):
                 note += f", {option} {before} as saved, not {now}"
-        if position.again.size:
-            note += f", gives {position.again.size} samples again that were in flight"
         size = common["global_batch_size"]
-        merged = to_common(position, global_batch_size=size, dp_size=common["dp_size"], has_in_flight=False)
+        merged = to_common(position, global_batch_size=size, dp_size=common["dp_size"])
         return Resharded({STATE_KEY: (merged,)}, note, position.samples_seen, position.padded)
 
     def _read(self, saved: Mapping[str, Any]) -> tuple[SamplePosition, Mapping[str, Any]]:

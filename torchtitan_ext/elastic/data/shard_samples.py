@@ -2,18 +2,15 @@
 
 A mark is a place between two samples: how many samples come before it, and the stream's state there. Marks are made
 while the shard is read and never change, so a checkpoint keeps the latest mark as it is and counts the samples since.
-A job that goes on opens the stream at the mark and reads these samples again, without giving them. Where samples are
-acknowledged, the checkpoint keeps the latest mark before all that are open, and those are given again:
+A job that goes on opens the stream at the mark and reads these samples again, without giving them:
 
-    s0 s1 ... s15 | s16 s17 s18 ...     a mark after 16 samples; s17 was given last: this mark, and 2 samples since;
-                                        if s16 is still open, s16 is given again, then s18
+    s0 s1 ... s15 | s16 s17 s18 ...     a mark after 16 samples; s17 was given last: this mark, and 2 samples since
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -39,15 +36,10 @@ class Mark:
 
 @dataclass(frozen=True)
 class SamplePosition:
-    """Where reading goes on: ``num_given`` samples after a mark, in ``epoch``, the mark's or a later one.
-
-    ``again`` has the numbers, over all epochs, of those of them that are given once more before any other, ascending.
-    """
+    """Where reading goes on: ``num_given`` samples after a mark, in its epoch."""
 
     mark: Mark
     num_given: int
-    epoch: int
-    again: tuple[int, ...] = ()
 
 
 Item = Mark | tuple[Any, Mark | None]
@@ -68,7 +60,7 @@ class ShardSamples:
         self._total = place.mark.total
         self._stream: Iterable[Any] | None = None
         self._samples: Iterator[Any] | None = None
-        self._items: Iterator[Item] = itertools.chain(self._replay(), self._read())
+        self._items: Iterator[Item] = self._read()
 
     def __iter__(self) -> Iterator[Item]:
         return self._items
@@ -84,17 +76,16 @@ class ShardSamples:
             # It may keep something from epoch to epoch, which is that after the samples that were given.
             self._open()
             if hasattr(self._stream, "start_epoch"):
-                deque(self._replay(), maxlen=0)
-        self._epoch = place.epoch
+                self._skip_given()
         self._leave_epoch()
         self._total = total
         mark = self._mark()
-        self._place = SamplePosition(mark, 0, mark.epoch)
+        self._place = SamplePosition(mark, 0)
         self._items = itertools.chain([mark], self._read())
 
     def state(self) -> Any:
         """The stream's state after the samples that were given before. Not once iteration has begun."""
-        deque(self._replay(), maxlen=0)
+        self._skip_given()
         return snapshot(self._stream)
 
     def _open(self) -> Iterator[Any]:
@@ -113,23 +104,15 @@ class ShardSamples:
         if not start_epoch(self._stream, self._epoch):
             self._stream = None
 
-    def _replay(self) -> Iterator[Item]:
-        """Reads what was given before, and gives again what is to be given again."""
-        place, again = self._place, set(self._place.again)
-        while True:
-            samples = self._open()
-            is_last = self._epoch == place.epoch
-            num_left = place.mark.total + place.num_given - self._total
-            for sample in itertools.islice(samples, num_left) if is_last else samples:
-                if self._total in again:
-                    yield sample, None
-                self._total += 1
-            if is_last:
-                return
-            self._leave_epoch()
+    def _skip_given(self) -> Iterator[Any]:
+        """Reads what was given before; returns the samples behind it."""
+        samples = self._open()
+        for _ in itertools.islice(samples, self._place.num_given):
+            self._total += 1
+        return samples
 
     def _read(self) -> Iterator[Item]:
-        samples = self._open() if self._samples is None else self._samples
+        samples = self._skip_given() if self._samples is None else self._samples
         keeps_state = has_state(self._stream)
         for sample in samples:
             self._total += 1

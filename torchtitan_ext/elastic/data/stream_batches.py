@@ -8,13 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from torchtitan_ext.checkpoint.tables.component import Resharded, World
-from torchtitan_ext.elastic.data.frontier import NO_IDS, EpochInFlightError, Ids
 from torchtitan_ext.elastic.data.sample_position import common_entry
 from torchtitan_ext.elastic.data.sampler import Share
 from torchtitan_ext.elastic.data.streams import AdoptsStates, ChecksStates, SplitsStates, StreamSource
@@ -31,10 +29,6 @@ from torchtitan_ext.errors import CannotReshardError, Remedy
 from torchtitan_ext.ranks.exchange import device_of
 
 _KIND = "streams"
-# Whether samples_seen of a common entry leaves out samples in flight: they are counted when they are given again. Only
-# the entries of all ranks say how many there are. Such an entry is loaded and never saved.
-_COUNTS_TRAINED = "counts_trained"
-_PLACE_OF_AGAIN = 2**32  # more than a global batch has samples
 
 
 @dataclass
@@ -56,11 +50,8 @@ class StreamBatches:
         group: dist.ProcessGroup | None,
         collate_fn: Callable[[list[Any]], Any],
         options: WorkerOptions,
-        acknowledges: bool,
     ) -> None:
-        self._reader = ShardReader(source, share, options, acknowledges=acknowledges)
-        self._acknowledges = acknowledges
-        self._num_left_out: int | None = None  # of an epoch that has ended and is not left
+        self._reader = ShardReader(source, share, options)
         self._source = source
         self._share = share
         self._group = group
@@ -69,7 +60,6 @@ class StreamBatches:
         self._pins = options.pin_memory and torch.accelerator.is_available()
         self.counts = Counts()
         self.num_padding = 0
-        self.sample_ids = NO_IDS
         # Where there is a process group already, a wrong one is an error here, not at the first batch.
         if share.dp_size > 1 and not share.endless and dist.is_initialized():
             self._check_group()
@@ -79,23 +69,7 @@ class StreamBatches:
         """The latest epoch of this rank's shards."""
         return self._reader.epoch
 
-    def acknowledge(self, ids: Ids) -> None:
-        """These samples, each in flight until now, were trained. Never raises."""
-        self._reader.acknowledge(ids.tolist())
-
     def __iter__(self) -> Iterator[Any]:
-        """With acknowledgements the epoch is left here, since a state may need its streams until all are there.
-
-        Raises:
-            EpochInFlightError: Samples of the last epoch are in flight.
-        """
-        if self._num_left_out is not None:
-            if self._reader.num_open:
-                raise EpochInFlightError(self._reader.num_open, self._share.dp_rank, self._reader.epoch)
-            self._end_epoch(self._num_left_out)
-        return self._serve()
-
-    def _serve(self) -> Iterator[Any]:
         try:
             while (batch := self._next_batch()) is not None:
                 yield batch[0]
@@ -114,14 +88,10 @@ class StreamBatches:
     def _read_batch(self) -> tuple[Any] | None:
         samples = self._reader.draw(self._share.batch_size)
         size = self._share.global_batch_size
-        served, num_again = (size, 0) if self._share.endless else self._sum_of_ranks(len(samples))
-        # Samples that are given again are never dropped: their batch is filled.
-        if served == 0 or (self._share.last == "drop" and served < size and not num_again):
-            if self._acknowledges:
-                self._reader.undo()
-                self._num_left_out = served
-            else:
-                self._end_epoch(served)
+        served = size if self._share.endless else self._sum_over_ranks(len(samples))
+        if served == 0 or (self._share.last == "drop" and served < size):
+            self._reader.end_epoch()
+            self.counts.dropped += served
             return None
         num_padding = self._share.batch_size - len(samples)
         batch = self._collate_fn(self._fill(samples, num_padding))
@@ -131,19 +101,7 @@ class StreamBatches:
         self.counts.samples_seen += served
         self.counts.padded += size - served
         self.num_padding = num_padding
-        self.sample_ids = np.array(self._reader.drawn, np.int64)
         return (batch,)
-
-    def _end_epoch(self, num_left_out: int) -> None:
-        try:
-            if self._acknowledges:  # reads again what was undone, so that the streams have left it behind
-                self._reader.draw(self._share.batch_size)
-            self._reader.end_epoch()
-        except BaseException:
-            self._reader.close()
-            raise
-        self.counts.dropped += num_left_out
-        self._num_left_out = None
 
     def _fill(self, samples: list[Any], num_padding: int) -> list[Any]:
         """Repeats the samples until they fill the batch; without samples, a first one of the data."""
@@ -151,13 +109,6 @@ class StreamBatches:
             return samples
         repeated = samples or [self._reader.first_sample()]
         return samples + [repeated[i % len(repeated)] for i in range(num_padding)]
-
-    def _sum_of_ranks(self, count: int) -> tuple[int, int]:
-        """The samples that all ranks have drawn, and those that they give again, in one reduction."""
-        num_again, served = divmod(
-            self._sum_over_ranks(count + _PLACE_OF_AGAIN * self._reader.num_again), _PLACE_OF_AGAIN
-        )
-        return served, num_again
 
     def _sum_over_ranks(self, count: int) -> int:
         if self._share.dp_size == 1:
@@ -192,8 +143,6 @@ class StreamBatches:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         common, states, _ = self._read(state_dict)
         self._reader.load(states)
-        self._num_left_out = None
-        self.sample_ids = NO_IDS
         self.counts = Counts(common["samples_seen"], common["dropped"], common["padded"])
         self.num_padding = 0
 
@@ -249,9 +198,6 @@ class StreamBatches:
                 "endless has all shards in one",
                 "pass endless=True, or reset the data loader",
             )
-        if not common.get(_COUNTS_TRAINED) and len(parents) == num_saved:
-            in_flight = sum(len(state.in_flight) - state.num_waiting for state in parents.values())
-            common = {**common, "samples_seen": common["samples_seen"] - in_flight, _COUNTS_TRAINED: True}
         if isinstance(self._source, ChecksStates):
             for parent in self._parents(num_saved):
                 if parents[parent].stream is not None:
@@ -267,12 +213,6 @@ class StreamBatches:
 
     def _split(self, parent: ShardState, shard: int, num_saved: int) -> list[ShardState]:
         num_parts = self._source.num_shards // num_saved
-        if parent.in_flight:
-            raise CannotReshardError(
-                f"{len(parent.in_flight)} samples of virtual shard {shard} are in flight, and a shard that is to give "
-                "samples again cannot be split",
-                f"choose num_shards={num_saved}, or load a checkpoint that was saved when all were acknowledged",
-            )
         assert isinstance(self._source, SplitsStates)
         split = partial(self._source.split_state, shard=shard, num_shards=num_saved)
         stream = parent.stream

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import heapq
 import re
-from bisect import bisect_right
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -27,11 +25,6 @@ from torchtitan_ext.errors import CannotReshardError, TorchtitanExtError
 
 # A packed shard may need several epochs of a few tokens until one sequence is full.
 _MAX_EMPTY_EPOCHS = 100
-
-# What a stream keeps may be thousands of tokens, and a mark after each sample would keep as many.
-_MARKS_APART = 16
-
-_NEW_FIELDS = ("since", "stream_epoch", "in_flight", "num_waiting")  # of states of version 2
 
 _SHARD_KEY = re.compile(r"(?:^|\.)shard_\d+_of_(\d+)$")
 
@@ -85,11 +78,7 @@ class ShardState:
     """What a checkpoint keeps of a virtual shard.
 
     ``taken`` samples were served in this epoch, ``total`` over all, ``since`` after the mark whose ``stream`` this is:
-    a job that goes on reads these again and skips all but those ``in_flight``, which it gives again. Their numbers are
-    those over all epochs, ascending. An earlier job had handed out ``num_waiting`` of them, and the one that saved had
-    not: its ``samples_seen`` does not count these. ``stream_epoch`` is the mark's epoch, where that is another one.
-
-    States of version 1 have none of these: their marks are exact.
+    a job that goes on reads these again and skips them. States of version 1 have no ``since``: their marks are exact.
     """
 
     epoch: int = 0
@@ -99,9 +88,6 @@ class ShardState:
     last_epoch: EpochEnd | None = None
     stream: Any = None
     since: int = 0
-    stream_epoch: int | None = None
-    in_flight: tuple[int, ...] = ()
-    num_waiting: int = 0
 
     def __post_init__(self) -> None:
         if self.stream is None:  # the mark is the beginning of an epoch
@@ -109,8 +95,7 @@ class ShardState:
 
     @property
     def place(self) -> SamplePosition:
-        epoch = self.epoch if self.stream_epoch is None else self.stream_epoch
-        return SamplePosition(Mark(epoch, self.total - self.since, self.stream), self.since, self.epoch, self.in_flight)
+        return SamplePosition(Mark(self.epoch, self.total - self.since, self.stream), self.since)
 
 
 def shard_key(shard: int, num_shards: int) -> str:
@@ -136,8 +121,7 @@ def from_entry(key: str, saved: Mapping[str, Any]) -> ShardState:
     try:
         (entry,) = saved[key]
         last_epoch = entry["last_epoch"]
-        known = {field_.name: entry[field_.name] for field_ in fields(ShardState) if field_.name not in _NEW_FIELDS}
-        known |= {name: entry[name] for name in _NEW_FIELDS if name in entry}
+        known = {field_.name: {"since": 0, **entry}[field_.name] for field_ in fields(ShardState)}
         return ShardState(**{**known, "last_epoch": None if last_epoch is None else EpochEnd(**last_epoch)})
     except (KeyError, TypeError, ValueError) as error:
         reason = "is missing" if key not in saved else f"is not a shard's ({error!r})"
@@ -159,80 +143,34 @@ class _OpenShard:
     """A shard of this rank while it is read.
 
     Attributes:
-        state: Counts the samples that were drawn; its stream is that of ``marks``.
-        marks: The mark before all samples that are open or to be given again, and the later ones.
-        open: The numbers of samples that were drawn and are not acknowledged.
-        again: Those of samples that an earlier job gave and this one is still to give again, ascending.
+        state: Counts the samples that were drawn; its stream is that of ``mark``.
+        mark: The latest mark.
     """
 
     index: int
     state: ShardState
-    marks: deque[Mark]
-    again: deque[int]
-    open: set[int] = field(default_factory=set)
+    mark: Mark
     samples: ShardSamples | SamplesAhead = field(init=False)
 
     def place(self) -> SamplePosition:
         """Where this job reads on."""
-        first = self.again[0] if self.again else self.state.total
-        mark = next(mark for mark in reversed(self.marks) if mark.total <= first)
-        return SamplePosition(mark, self.state.total - mark.total, self.state.epoch, tuple(self.again))
-
-    def forget_marks(self) -> None:
-        """Keeps those that a later job may need."""
-        kept = [*self.open, *self.again]
-        first = min(kept, default=self.state.total)
-        while len(self.marks) > 1 and self.marks[1].total <= first:
-            self.marks.popleft()
-        if len(self.marks) > len(kept) + 1:  # where one sample stays open for long, there would be ever more
-            marks = list(self.marks)
-            totals = [mark.total for mark in marks]
-            needed = {bisect_right(totals, number) - 1 for number in kept}
-            self.marks = deque(marks[i] for i in sorted(needed | {len(marks) - 1}))
-
-    def add_mark(self, mark: Mark) -> None:
-        """Adds the latest mark. What lies between others is read again, so that none need be nearer."""
-        if len(self.marks) > 1 and mark.total - self.marks[-2].total <= _MARKS_APART:
-            self.marks.pop()
-        self.marks.append(mark)
-        self.forget_marks()
+        return SamplePosition(self.mark, self.state.total - self.mark.total)
 
     def to_save(self) -> ShardState:
-        self.forget_marks()
-        mark, total, epoch = self.marks[0], self.state.total, self.state.epoch
-        in_flight = tuple(sorted([*self.open, *self.again]))
-        return replace(
-            self.state,
-            stream=mark.stream,
-            since=total - mark.total,
-            stream_epoch=None if mark.epoch == epoch else mark.epoch,
-            in_flight=in_flight,
-            num_waiting=len(self.again),
-        )
+        return replace(self.state, stream=self.mark.stream, since=self.state.total - self.mark.total)
 
     def copy(self) -> _OpenShard:
-        return _OpenShard(self.index, replace(self.state), self.marks.copy(), self.again.copy(), self.open.copy())
+        return _OpenShard(self.index, replace(self.state), self.mark)
 
 
 class ShardReader:
-    """Reads the shards of one rank in turn. No communication. In an endless loader each shard has its own epochs.
+    """Reads the shards of one rank in turn. No communication. In an endless loader each shard has its own epochs."""
 
-    With ``acknowledges``, samples are open until they are acknowledged; otherwise none is once it is drawn.
-    """
-
-    def __init__(
-        self,
-        source: StreamSource,
-        share: Share,
-        options: WorkerOptions | None = None,
-        *,
-        acknowledges: bool = False,
-    ) -> None:
+    def __init__(self, source: StreamSource, share: Share, options: WorkerOptions | None = None) -> None:
         if share.dp_size > source.num_shards:
             raise TooFewShardsError(source.num_shards, share.dp_size)
         self._source = source
         self._endless = share.endless
-        self._acknowledges = acknowledges
         self.own = range(share.dp_rank, source.num_shards, share.dp_size)
         has_workers = options is not None and options.num_workers > 0
         self._workers = Workers(source, self.own, options, share.batch_size) if options and has_workers else None
@@ -242,16 +180,6 @@ class ShardReader:
     def epoch(self) -> int:
         """The latest epoch of this rank's shards."""
         return max(shard.state.epoch for shard in self._shards.values())
-
-    @property
-    def num_open(self) -> int:
-        """Samples that were drawn and not acknowledged."""
-        return sum(len(shard.open) for shard in self._shards.values())
-
-    @property
-    def num_again(self) -> int:
-        """Samples of an earlier job that are still to be given again, with those of the latest draw."""
-        return sum(len(self._before.get(index, shard).again) for index, shard in self._shards.items())
 
     def states(self) -> dict[int, ShardState]:
         """The state of each of this rank's shards. The states of their streams are not copied: change none."""
@@ -263,17 +191,15 @@ class ShardReader:
         self._shards: dict[int, _OpenShard] = {}
         for index in self.own:
             state = states[index]
-            marks, again = deque([state.place.mark]), deque(state.in_flight)
-            self._reopen(_OpenShard(index, replace(state, in_flight=(), num_waiting=0), marks, again))
+            self._reopen(_OpenShard(index, replace(state), state.place.mark))
         self._queue()
 
     def draw(self, size: int) -> list[Any]:
-        """The next samples of this rank, fewer where all its shards are finished; ``drawn`` has their ids.
+        """The next samples of this rank, fewer where all its shards are finished.
 
-        Counts them as served. Until ``commit`` says that they were, ``undo`` takes them back.
+        Counts them as served. Until ``commit`` says that they were, ``close`` takes them back.
         """
         samples: list[Any] = []
-        self.drawn: list[int] = []
         while self._turns and len(samples) < size:
             index = heapq.heappop(self._turns)[-1]
             shard = self._shards[index]
@@ -282,7 +208,6 @@ class ShardReader:
             drawn = self._next(shard)
             if drawn is not None:
                 samples.append(drawn[0])
-                self.drawn.append(index + self._source.num_shards * drawn[1])
                 heapq.heappush(self._turns, self._turn(shard))
         return samples
 
@@ -290,32 +215,21 @@ class ShardReader:
         """What was drawn was served."""
         self._before.clear()
 
-    def undo(self) -> None:
-        """Goes back to the latest ``commit``."""
+    def close(self) -> None:
+        """Goes back to the latest ``commit``, and ends the workers: what they read ahead is read again when needed."""
+        if self._workers is not None:
+            self._workers.close()
+            self._before = {**self._shards, **self._before}
         for shard in self._before.values():
             self._reopen(shard)
         self._before.clear()
         self._queue()
-
-    def close(self) -> None:
-        """As ``undo``, and ends the workers: what they read ahead is read again when it is needed."""
-        if self._workers is not None:
-            self._workers.close()
-            self._before = {**self._shards, **self._before}
-        self.undo()
-
-    def acknowledge(self, ids: Iterable[int]) -> None:
-        """These samples, each open until now, were trained."""
-        for sample in ids:
-            number, index = divmod(sample, self._source.num_shards)
-            self._shards[index].open.remove(number)
 
     def end_epoch(self) -> None:
         """Goes to the next epoch with all shards. Samples that were drawn after the latest ``commit`` do not count."""
         for index, shard in self._shards.items():
             before = self._before.setdefault(index, shard.copy())
             shard.state = replace(shard.state, taken=before.state.taken, total=before.state.total)
-            shard.marks, shard.open = before.marks.copy(), before.open.copy()
             self._leave_epoch(shard)
         for shard in self._shards.values():  # workers can begin the epoch in all shards at once
             self._enter_epoch(shard)
@@ -348,32 +262,26 @@ class ShardReader:
     def _queue(self) -> None:
         # An endless loader goes on with the next epoch of a shard that a loader with an end had finished.
         shards = self._shards.values()
-        self._turns = [self._turn(one) for one in shards if self._endless or one.again or not one.state.finished]
+        self._turns = [self._turn(one) for one in shards if self._endless or not one.state.finished]
         heapq.heapify(self._turns)
 
-    def _turn(self, shard: _OpenShard) -> tuple[bool, int, int]:
+    def _turn(self, shard: _OpenShard) -> tuple[int, int]:
         # Endless shards are in different epochs: by `taken`, shards with few samples would come again and again.
-        return (not shard.again, shard.state.total if self._endless else shard.state.taken, shard.index)
+        return (shard.state.total if self._endless else shard.state.taken, shard.index)
 
-    def _next(self, shard: _OpenShard) -> tuple[Any, int] | None:
-        """The next sample of a shard and its number, None at the end of its epoch."""
+    def _next(self, shard: _OpenShard) -> tuple[Any] | None:
+        """The next sample of a shard, None at the end of its epoch."""
         for _ in range(_MAX_EMPTY_EPOCHS):
             # A loaded stream that stands at its end may begin again, as torchdata's do: it is not asked for more.
-            is_over = shard.state.finished and not shard.again
-            for item in () if is_over else shard.samples:
+            for item in () if shard.state.finished else shard.samples:
                 if isinstance(item, Mark):
-                    shard.add_mark(item)
+                    shard.mark = item
                     continue
                 sample, mark = item
-                number = shard.again.popleft() if shard.again else shard.state.total
-                if number == shard.state.total:
-                    shard.state.taken += 1
-                    shard.state.total += 1
-                if self._acknowledges:
-                    shard.open.add(number)
-                if mark is not None:
-                    shard.add_mark(mark)
-                return sample, number
+                shard.state.taken += 1
+                shard.state.total += 1
+                shard.mark = mark or shard.mark
+                return (sample,)
             shard.state.finished = True
             if not self._endless:
                 return None
@@ -390,4 +298,4 @@ class ShardReader:
     def _enter_epoch(self, shard: _OpenShard) -> None:
         first = next(iter(shard.samples))
         assert isinstance(first, Mark)
-        shard.add_mark(first)
+        shard.mark = first

@@ -164,8 +164,7 @@ class SamplesAhead:
         self._shard = shard
         self._mark = place.mark
         self._num_given = place.num_given
-        self._epoch = place.epoch
-        self._again = deque(place.again)
+        self._epoch = place.mark.epoch
         self._is_at_end = False
         self._ahead = workers.open(shard, _Ahead(place))
 
@@ -176,8 +175,7 @@ class SamplesAhead:
         try:
             item = self._workers.next_item(self._shard, self._ahead)
         except WorkerFailure as failure:
-            sample = self._again[0] if self._again else self._mark.total + self._num_given
-            place = (self._shard, self._workers.num_shards, self._epoch, sample)
+            place = (self._shard, self._workers.num_shards, self._epoch, self._mark.total + self._num_given)
             raise StreamWorkerError(*place, failure.problem) from failure
         if item is None:
             self._is_at_end = True
@@ -185,15 +183,13 @@ class SamplesAhead:
         mark = item if isinstance(item, Mark) else item[1]
         if mark is not None:
             self._mark, self._num_given = mark, 0
-        elif self._again:
-            self._again.popleft()
         else:
             self._num_given += 1
         return item
 
     def start_epoch(self, total: int) -> None:
         """See ``ShardSamples``. Does not wait. What was read ahead of an epoch that is cut short is read again."""
-        start = None if self._is_at_end else SamplePosition(self._mark, self._num_given, self._epoch)
+        start = None if self._is_at_end else SamplePosition(self._mark, self._num_given)
         self._ahead = self._workers.open(self._shard, _Ahead(start, total))
         self._epoch += 1
         self._is_at_end = False

@@ -28,7 +28,6 @@ class DryRun:
         save: What a save would do.
         load: What a load of the checkpoint would do; ``None`` without a checkpoint.
         data: Where each data loader of the checkpoint stands, by its component.
-        num_data_parallel: Ranks of the job that see data of their own.
         notes: What was assumed, or cannot be known without the job.
     """
 
@@ -38,7 +37,6 @@ class DryRun:
     save: SaveForecast
     load: LoadForecast | None
     data: Mapping[str, DataPosition]
-    num_data_parallel: int
     notes: tuple[str, ...]
 
     @property
@@ -60,10 +58,7 @@ class DryRun:
             "copies": self.copies,
             "save": save,
             "load": load,
-            "data_loaders": [
-                {"name": name, **one.to_dict(), "change": dataclasses.asdict(one.on(self.num_data_parallel))}
-                for name, one in self.data.items()
-            ],
+            "data_loaders": [{"name": name, **one.to_dict()} for name, one in self.data.items()],
             "notes": list(self.notes),
         }
 
@@ -110,7 +105,6 @@ class DryRun:
             )
         for name, position in self.data.items():
             lines.append(f"{name}: {position}")
-            lines.append(f"{name}: {position.on(self.num_data_parallel)}")
         return lines
 
 

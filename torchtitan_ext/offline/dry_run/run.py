@@ -93,9 +93,8 @@ def dry_run(
         load = None if source is None else forecast_load(job, source)
         data = {} if source is None or source.problems else _data_positions(source, job)
     notes += [str(warning.message) for warning in caught]
-    num_data_parallel = max(stage.ranks.num_data_parallel for stage in stages)
     notes, copies = list(dict.fromkeys(notes)), _copies(stages)
-    return DryRun(job.world(mesh), job.device, copies, save, load, data, num_data_parallel, tuple(notes))
+    return DryRun(job.world(mesh), job.device, copies, save, load, data, tuple(notes))
 
 
 def _check_arguments(
