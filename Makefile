@@ -136,7 +136,7 @@ wheel: $(STAMPS)/tools  ## sdist and wheel in dist/; the wheel saves and loads i
 	$(PY) -c 'import sys; print(*(path for path in sys.path if path.endswith("-packages")), sep="\n")' \
 	  > "$$($(WHEEL_PY) -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/packages.pth"
 	smoke="$$PWD/tests/support/wheel_smoke.py"; cd $(WHEEL) && venv/bin/torchtitan-ext --version && venv/bin/python "$$smoke" run \
-	  && venv/bin/torchtitan-ext verify run --deep && venv/bin/torchtitan-ext doctor .
+	  && venv/bin/torchtitan-ext verify run --deep && venv/bin/torchtitan-ext doctor
 	cp $(WHEEL)/dist/* dist
 	@ls -l dist
 

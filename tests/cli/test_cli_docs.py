@@ -81,13 +81,12 @@ JSON_CALLS = {
     "verify": ["outputs/damaged/step-200", "--deep"],
     "ls": ["outputs/checkpoint"],
     "latest": ["outputs/checkpoint"],
-    "watch": ["outputs/elastic", "--steps", "0"],
     "gc": ["outputs/checkpoint", "--keep", "1"],
     "diff": ["outputs/checkpoint/step-100", "outputs/checkpoint/step-200", "--delta", "json/delta"],
     "reshard": ["outputs/checkpoint/step-100", "json/step-100", "--mesh", "dp_shard=4"],
     "convert": ["outputs/checkpoint/step-100", "json/exported", "--to", "safetensors"],
     "merge": ["outputs/checkpoint/step-100", "outputs/checkpoint/step-200", "-o", "json/mean", "--only", "model.*"],
-    "doctor": ["."],
+    "doctor": [],
 }
 
 

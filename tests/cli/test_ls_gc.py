@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,13 @@ import torch.distributed.checkpoint as dcp
 import warm_processes
 from calls import call, call_importing, make
 
+import torchtitan_ext as tte
+from torchtitan_ext import _core
+from torchtitan_ext.checkpoint import CpuStager
 from torchtitan_ext.cli.output import DIFFERS, FINE, UNREADABLE, WRONG_USAGE
 from torchtitan_ext.storage import FileWriter
+from torchtitan_ext.storage.commit import branch
+from torchtitan_ext.storage.runs.listing import list_steps
 
 BEGIN_SAVE = """
 import os, sys
@@ -276,3 +282,89 @@ def test_files_that_steps_share_are_told_and_not_counted_as_freed(tmp_path: Path
     assert done["freed_bytes"] == freed and steps(tmp_path) == ["step-3"]
     assert call("ls", tmp_path, "--json").json["disk_bytes"] == listed["disk_bytes"] - freed
     assert call("verify", tmp_path, "--deep").code == FINE
+
+
+@pytest.mark.parametrize("way", ["save", "async_save", "in a child", "tried again", "dcp.save", "stock"])
+def test_seconds_are_those_of_the_phases(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, path = {"w": torch.ones(9)}, tmp_path / "step-1"
+    seconds: dict[str, float] = {}
+    if way == "save":
+        seconds = dict(tte.save(state, path, no_dist=True).seconds)
+    elif way == "async_save":
+        seconds = dict(tte.async_save(state, path).result().seconds)
+    elif way == "in a child":
+        stager = CpuStager(process=True)
+        seconds = dict(tte.async_save(state, path, stager=stager).result().seconds)
+        stager.close()
+    elif way == "tried again":
+        refuse_once(monkeypatch)
+        with tte.CheckpointManager(tmp_path, retries=1) as manager:
+            manager.save(state, 1)
+            result = manager.wait()
+        assert result is not None and "retry" in result.seconds
+        seconds = dict(result.seconds)
+    else:
+        make(path, "stock" if way == "stock" else "ours", state)
+    (step,) = list_steps(tmp_path)
+    noted = step.seconds
+    if way == "dcp.save":  # `make` saves by our own
+        assert list(noted) == ["prepare", "plan", "write"]
+        return
+    assert set(noted) == set(seconds)
+    for phase, taken in noted.items():
+        assert 0 <= taken <= seconds[phase] + 0.001
+        assert phase == "write" or abs(taken - seconds[phase]) <= 0.001
+
+
+def refuse_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, tries = FileWriter.prepare_global_plan, []
+
+    def refuse_first(writer: FileWriter, plans: Any) -> Any:
+        tries.append(plans)
+        if len(tries) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(writer, plans)
+
+    monkeypatch.setattr(FileWriter, "prepare_global_plan", refuse_first)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "write", "write x", "write nan", "write -1.000", "write 00001.000 plan", "0" * 5000 + " "]
+)
+def test_notes_that_say_something_else_count_as_absent(tmp_path: Path, text: str) -> None:
+    tte.save({"w": torch.ones(9)}, tmp_path / "step-1", no_dist=True)
+    path = tmp_path / "step-1" / ".tte_index"
+    index = _core.parse_index(path.read_bytes(), "index")
+    notes = [("world_size", "1"), ("seconds", text), ("abandoned", f"{text}:x y")]
+    sealed = _core.encode_index(
+        index.save_id, index.metadata_bytes, index.metadata_digest, notes, list(index.files.values())
+    )
+    path.write_bytes(sealed)
+    done = call("ls", tmp_path, "--json")
+    known = {"write": 1.0} if "00001" in text else {}
+    (row,) = done.json["steps"]
+    assert done.code == FINE and (row["seconds"], row["left_behind"]) == (known, [])
+    loaded = {"w": torch.zeros(9)}
+    tte.load(loaded, tmp_path / "step-1", no_dist=True)
+    assert torch.equal(loaded["w"], torch.ones(9))
+
+
+def test_a_run_that_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(branch, "_last_names", {})
+    state = {"w": torch.zeros(9)}
+    for step in (10, 20, 30):
+        tte.save(state, tmp_path / f"step-{step}", no_dist=True)
+    tte.load(state, tmp_path, step=10, no_dist=True)
+    with pytest.warns(UserWarning):
+        tte.save(state, tmp_path / "step-11", no_dist=True)
+    step = list_steps(tmp_path)[1]
+    assert (step.step, step.parent, step.left_behind) == (11, "step-10", (20, 30))
+
+
+def test_bytes_that_a_save_reuses(tmp_path: Path) -> None:
+    state = {"w": torch.arange(100_000.0)}
+    for number in (1, 2):
+        saved = tte.save(state, tmp_path / f"step-{number}", no_dist=True, reuse="latest")
+    assert saved.reused_bytes >= 400_000
+    first, second = list_steps(tmp_path)
+    assert first.reused_bytes == 0 and second.reused_bytes >= saved.reused_bytes

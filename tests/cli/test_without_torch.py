@@ -32,7 +32,6 @@ def test_what_looks_at_tensors_and_moves_them(tmp_path: Path) -> None:
     lines = [
         "ls run",
         "latest run",
-        "watch run --steps 0",
         "inspect run/step-1",
         "verify --deep run/step-1",
         "verify --prove run/step-1",

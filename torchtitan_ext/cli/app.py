@@ -29,7 +29,6 @@ _SUMMARY_OF = {
     "verify": "Whether a checkpoint, or each of a run, is whole.",
     "ls": "The steps of a run, who saves there, and what dead saves left.",
     "latest": "The newest finished checkpoint of a run.",
-    "watch": "The steps of a run as they land, a line each.",
     "gc": "Removes old steps of a run, and what dead saves left.",
     "plan": "What a load on another mesh would read, and what would be refused.",
     "diff": "What two checkpoints differ in.",
@@ -37,15 +36,12 @@ _SUMMARY_OF = {
     "convert": "Write a checkpoint in another format.",
     "rescue": "Write anew what stock has described wrongly.",
     "merge": "Write the weighted mean of several checkpoints.",
-    "doctor": "What to put into a bug report: versions, libraries, CUDA, gloo, disk, a save.",
+    "doctor": "What to put into a bug report: versions, and whether libraries load.",
 }
 """The commands in the order of the help. Each is ``run`` in the module of its name in ``cli.commands``."""
 
 
-_OF_URLS = ("latest", "doctor")
-"""The commands that take any URL. The others' paths would lose one of two slashes, and so name another place."""
-
-_OF_OBJECT_STORES = ("inspect", "verify", "ls", "watch", "gc", "diff", "reshard", "convert", "merge")
+_OF_OBJECT_STORES = ("inspect", "verify", "ls", "gc", "diff", "reshard", "convert", "merge")
 """The commands that read also URLs of object stores; they write to disks alone."""
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
@@ -87,7 +83,8 @@ class _Commands(TyperGroup):
 
 
 def _takes(command: str, url: str) -> bool:
-    return command in _OF_URLS or (command in _OF_OBJECT_STORES and is_in_object_store(url))
+    """``latest`` takes any URL. The others' paths would lose one of two slashes, and so name another place."""
+    return command == "latest" or (command in _OF_OBJECT_STORES and is_in_object_store(url))
 
 
 def _load(name: str) -> Any:

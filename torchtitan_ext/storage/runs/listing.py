@@ -71,11 +71,11 @@ def list_steps(run: Path, pattern: str | None = None) -> list[ListedStep]:
         OSError: The run's directory cannot be read.
     """
     os.listdir(run)
-    savers = {number: str(state.owner) for number, state in live_saves(run, pattern).items()}
+    savers = {number: str(state.owner) for number, state in _live_saves(run, pattern).items()}
     paths = step_paths(run, pattern)
     abandoned = abandoned_steps(item for item in paths.items() if has_finished(item[1]))
     steps = [
-        list_step(path, number, savers.pop(number, None), is_abandoned=path in abandoned)
+        _list_step(path, number, savers.pop(number, None), is_abandoned=path in abandoned)
         for number, path in paths.items()
     ]
     steps += [ListedStep(number, "saving", None, 0, None, None, saver) for number, saver in savers.items()]
@@ -135,7 +135,7 @@ def freed_bytes(steps: Iterable[Path], leftovers: Iterable[Leftover]) -> int:
     return sum(sizes.values())
 
 
-def list_step(path: Path, number: int, saver: str | None = None, *, is_abandoned: bool = False) -> ListedStep:
+def _list_step(path: Path, number: int, saver: str | None = None, *, is_abandoned: bool = False) -> ListedStep:
     """One of ``list_steps``."""
     saver, is_finished = saver or _saver_of(path), has_finished(path)
     found: Format | None = None
@@ -173,7 +173,7 @@ def with_notes(step: ListedStep, head: _core.Index | None, files: Mapping[str, i
     )
 
 
-def live_saves(run: Path, pattern: str | None) -> dict[int, LockState]:
+def _live_saves(run: Path, pattern: str | None) -> dict[int, LockState]:
     """The running saves by step, from the locks beside the steps, which name their owners."""
     saves = {}
     for name in os.listdir(run):

@@ -38,7 +38,7 @@ def object_steps(run: Location, pattern: str | None = None) -> dict[int, Locatio
 
 def list_object_steps(steps: Mapping[int, Location]) -> list[ListedStep]:
     """As ``list_steps``, of ``object_steps``. Lists each folder, and reads ``.metadata`` and the head of its index."""
-    listed = [list_object_step(number, step) for number, step in steps.items()]
+    listed = [_list_object_step(number, step) for number, step in steps.items()]
     return [step for step in listed if step is not None]
 
 
@@ -47,7 +47,7 @@ def left_in_steps(steps: Mapping[int, Location], now: datetime) -> list[LeftInSt
     return [LeftInStep(step, left) for step in steps.values() for left in left_saves(step, now)]
 
 
-def list_object_step(number: int, step: Location) -> ListedStep | None:
+def _list_object_step(number: int, step: Location) -> ListedStep | None:
     """One of ``list_object_steps``; ``None`` where the folder has no objects any more."""
     folder = ObjectFolder(step)
     found = folder.stamps()

@@ -10,21 +10,16 @@ from typing import NamedTuple
 from torchtitan_ext.errors import WrongValueError
 from torchtitan_ext.storage.commit.steps import steps_among
 from torchtitan_ext.storage.location import Location, is_in_object_store
-from torchtitan_ext.storage.objects.folder import ObjectFolder, ObjectStamp
+from torchtitan_ext.storage.objects.folder import ObjectFolder
 
 _MAX_REQUESTS = 16
 
 
 class RemoteSteps(NamedTuple):
-    """The URLs of a run's steps by their numbers: those that have finished, and the others.
-
-    Attributes:
-        marks: What of each step was found: in an object store which version of its ``.metadata`` there is.
-    """
+    """The URLs of a run's steps by their numbers: those that have finished, and the others."""
 
     finished: dict[int, str]
     unfinished: dict[int, str]
-    marks: dict[int, ObjectStamp | bool | None]
 
 
 def remote_steps(run: str, pattern: str | None = None) -> RemoteSteps:
@@ -37,20 +32,19 @@ def remote_steps(run: str, pattern: str | None = None) -> RemoteSteps:
         WrongValueError: fsspec knows no such protocol, or misses a package for it.
         OSError: The storage cannot be listed.
     """
-    folders, mark_of = _object_listing(run) if is_in_object_store(run) else _fsspec_listing(run)
+    folders, has_finished = _object_listing(run) if is_in_object_store(run) else _fsspec_listing(run)
     names = steps_among(folders, pattern)
-    steps = RemoteSteps({}, {}, {})
+    steps = RemoteSteps({}, {})
     with ThreadPoolExecutor(_MAX_REQUESTS) as pool:
-        for (number, name), mark in zip(names.items(), pool.map(mark_of, names.values()), strict=True):
-            steps.marks[number] = mark
-            (steps.finished if mark else steps.unfinished)[number] = f"{run.rstrip('/')}/{name}"
+        for (number, name), is_finished in zip(names.items(), pool.map(has_finished, names.values()), strict=True):
+            (steps.finished if is_finished else steps.unfinished)[number] = f"{run.rstrip('/')}/{name}"
     return steps
 
 
-def _object_listing(run: str) -> tuple[list[str], Callable[[str], ObjectStamp | None]]:
-    """The folders of a run, and which ``.metadata`` one of them has."""
+def _object_listing(run: str) -> tuple[list[str], Callable[[str], bool]]:
+    """The folders of a run, and whether one of them has a ``.metadata``."""
     folder = ObjectFolder(Location(run))
-    return folder.folders(), lambda name: folder.stamp(f"{name}/.metadata")
+    return folder.folders(), lambda name: folder.stamp(f"{name}/.metadata") is not None
 
 
 def _fsspec_listing(run: str) -> tuple[list[str], Callable[[str], bool]]:
