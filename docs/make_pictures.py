@@ -1,8 +1,7 @@
 """Draws the pictures of docs/use/command_line.md, tutorial.md and moves.md: python docs/make_pictures.py.
 
-Layouts are those of the package, data made up."""
+Layouts are those of the package."""
 
-import random
 from itertools import product
 from pathlib import Path
 
@@ -13,15 +12,15 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from torchtitan_ext.cli.pictures.holders import Box, Holders
-from torchtitan_ext.cli.pictures.plots import plot_bytes, plot_differences, plot_layout
+from torchtitan_ext.cli.picture import plot_holders
 from torchtitan_ext.layout import local_shard
+from torchtitan_ext.layout.layout import Box
 
 FOLDER = Path(__file__).parent / "pictures"
 GREY = "#7d838a"  # as in the other pictures
 
 
-def holders(shape: tuple[int, int], mesh: tuple[int, int], steps: list[tuple[int, int, int]]) -> Holders:
+def holders(shape: tuple[int, int], mesh: tuple[int, int], steps: list[tuple[int, int, int]]) -> dict[int, list[Box]]:
     """The shards of all ranks; steps are (mesh axis, tensor dim, blocks), as in ``ShardOrder``."""
     found = {}
     for rank, coordinate in enumerate(product(*map(range, mesh))):
@@ -31,21 +30,17 @@ def holders(shape: tuple[int, int], mesh: tuple[int, int], steps: list[tuple[int
 
 
 def draw_layouts() -> None:
-    shape = (128257, 4096)
-    title = "output.weight, 128257 x 4096\n512 ranks: dp 64 x tp 8, both on dim 0, uneven"
-    shards = holders(shape, (64, 8), [(1, 0, 1), (0, 0, 1)])
-    plot_layout(FOLDER / "layout-512.png", title, shape, shards, holder="rank")
     shape = (6144, 4096)
     title = "attention.wqkv.weight, 6144 x 4096\n8 ranks: dp 2 x tp 4, interleaved q, k and v: several boxes each"
-    shards = holders(shape, (2, 4), [(1, 0, 3), (0, 0, 1)])
-    plot_layout(FOLDER / "layout-boxes.png", title, shape, shards, holder="rank")
+    plot_holders(FOLDER / "layout-boxes.png", title, shape, files(holders(shape, (2, 4), [(1, 0, 3), (0, 0, 1)])))
+    title = "model.0.weight, 1003 x 64, float32\nsaved by 2 ranks (dp 2)"
+    shards = holders((1003, 64), (2,), [(0, 0, 1)])
+    plot_holders(FOLDER / "tutorial-layout-2.png", title, (1003, 64), files(shards))
 
 
-def draw_tutorial() -> None:
-    for num_ranks in (2, 3):
-        title = f"model.0.weight, 1003 x 64, float32\nsaved by {num_ranks} ranks (dp {num_ranks})"
-        shards = holders((1003, 64), (num_ranks,), [(0, 0, 1)])
-        plot_layout(FOLDER / f"tutorial-layout-{num_ranks}.png", title, (1003, 64), shards, holder="rank")
+def files(held: dict[int, list[Box]]) -> list[tuple[str, Box]]:
+    """Each box with the file that its rank writes."""
+    return [(f"__{rank}_0.distcp", box) for rank, boxes in held.items() for box in boxes]
 
 
 def draw_transfer() -> None:
@@ -92,25 +87,7 @@ def draw_parts(
     axes.set_xticks(sorted({place for (offsets, sizes), *_ in parts for place in (offsets[1], offsets[1] + sizes[1])}))
 
 
-def draw_bytes() -> None:
-    draw = random.Random(0)
-    before = [12_000_000_000 + draw.randrange(400_000_000) for _ in range(8)]
-    plot_bytes(FOLDER / "bytes-8-to-16.png", before, [one // 2 for one in before for _ in range(2)], title="step-1000")
-
-
-def draw_differences() -> None:
-    draw = random.Random(0)
-    counts = [[int(4096 * draw.random() ** 4) if row >= 48 else 0 for _ in range(64)] for row in range(64)]
-    title = f"layers.0.attention.wq.weight, 4096 x 4096\n{sum(map(sum, counts)):,} of 16,777,216 elements differ"
-    plot_differences(
-        FOLDER / "difference-rank.png", title, counts, sizes=(4096, 4096), cell_sizes=(64, 64), dims=(0, 1)
-    )
-
-
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     draw_layouts()
-    draw_tutorial()
     draw_transfer()
-    draw_bytes()
-    draw_differences()

@@ -122,7 +122,7 @@ def test_a_pattern_chooses_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS[:4])
 def test_neither_torch_nor_numpy_nor_what_draws_is_imported(tmp_path: Path, kind: str) -> None:
     path = make(tmp_path / "c", kind)
-    done, imported = call_importing({"torch", "numpy", "torchtitan_ext.cli.pictures.layout_of_key"}, "inspect", path)
+    done, imported = call_importing({"torch", "numpy", "matplotlib"}, "inspect", path)
     assert "layers.0.wq" in done.out and imported == set()
 
 

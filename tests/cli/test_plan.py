@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import torchtitan_ext as tte
 from torchtitan_ext.cli.app import app
-from torchtitan_ext.cli.output import DIFFERS, FINE, WRONG_USAGE, text_of_bytes
+from torchtitan_ext.cli.output import DIFFERS, FINE, WRONG_USAGE
 from torchtitan_ext.errors import UnknownFormatError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "use" / "dry_run.md").read_text()
@@ -122,7 +122,7 @@ def test_files_of_other_formats(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "hf" / "model.safetensors")
     torch.save({**tensors, "lr": 0.5}, tmp_path / "model.pt")
 
-    loads = plan(tmp_path / "hf", "--mesh", "dp=4", "--device", "cpu", "--plot", tmp_path / "bytes.svg")
+    loads = plan(tmp_path / "hf", "--mesh", "dp=4", "--device", "cpu")
     assert loads.exit_code == FINE
     for path in (tmp_path / "hf", tmp_path / "hf" / "model.safetensors"):
         load = json.loads(plan(path, "--mesh", "dp=4", "--json").stdout)["load"]
@@ -145,18 +145,3 @@ def test_the_help_fits_a_screen() -> None:
     result = plan("--help")
     assert "Example: torchtitan-ext plan" in result.stdout
     assert len(result.stdout.splitlines()) <= 30
-
-
-def test_a_picture_of_the_bytes_before_and_after(checkpoint: Path, tmp_path: Path) -> None:
-    picture = tmp_path / "bytes.svg"
-    result = plan(checkpoint, "--mesh", "dp=4", "--component", "model", "--plot", picture)
-    assert result.exit_code == FINE
-    size = text_of_bytes((checkpoint / "__0_0.distcp").stat().st_size)
-    assert f"before: 1 rank, {size} each" in picture.read_text()
-    assert f"{checkpoint}: files, and what is read by 4 ranks (dp 4)" in picture.read_text()
-    assert "after: 4 ranks, 1 kB each" in picture.read_text()  # 16 rows of 16 floats, and one or two more
-
-
-def test_a_picture_is_refused_before_the_work(tmp_path: Path) -> None:
-    result = plan(tmp_path / "nothing", "--mesh", "dp=4", "--plot", "bytes.txt")
-    assert result.exit_code == WRONG_USAGE and "bytes.txt" in result.stderr

@@ -63,8 +63,3 @@ def test_the_commands_print_what_the_page_shows(tmp_path: Path, monkeypatch: pyt
     assert "step 4, 48 samples seen" in second and "saved step 8 of [4, 8]" in second
     assert printed["torchtitan-ext diff run/step-4 one-rank"].startswith("0 keys differ")
     assert os.listdir("run") == ["step-8"], "verify, then gc"
-
-
-def test_the_pictures_are_there() -> None:
-    pictures = re.findall(r"\]\(\.\./(pictures/[^)]+)\)", PAGE)
-    assert len(pictures) == 2 and all((ROOT / "docs" / picture).exists() for picture in pictures)

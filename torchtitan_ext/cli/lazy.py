@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torchtitan_ext.offline.compare import delta_file as delta_file
     from torchtitan_ext.offline.compare import diff as diff
     from torchtitan_ext.offline.compare import fingerprints as fingerprints
-    from torchtitan_ext.offline.compare import measure as measure
     from torchtitan_ext.offline.dry_run import run as run
     from torchtitan_ext.offline.foreign import misdescribed as misdescribed
     from torchtitan_ext.offline.rewrite import convert as convert
@@ -36,7 +35,6 @@ _MODULES = (
     "offline.compare.delta_file",
     "offline.compare.diff",
     "offline.compare.fingerprints",
-    "offline.compare.measure",
     "offline.dry_run.run",
     "offline.foreign.misdescribed",
     "offline.rewrite.convert",

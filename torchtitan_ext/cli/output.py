@@ -25,7 +25,7 @@ FORMAT_NAMES = {"dcp": "DCP", "safetensors": "safetensors", "torch": "torch.save
 MAX_NAMED = 3
 """So many keys are named in a sentence."""
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """The version of the JSON documents. It grows if a key is removed or changes its meaning, not if a key is added."""
 
 

@@ -21,7 +21,6 @@ from torchtitan_ext.offline.compare.diff import (
     diff,
 )
 from torchtitan_ext.offline.compare.fingerprints import sum_tensors
-from torchtitan_ext.offline.compare.measure import map_differences
 from torchtitan_ext.offline.selection import Selection
 from torchtitan_ext.offline.sources import open_source
 
@@ -187,20 +186,6 @@ def test_sources_are_not_changed(tmp_path: Path) -> None:
     before = {path.name: path.read_bytes() for path in a.iterdir()}
     compared(a, a, values=True)
     assert {path.name: path.read_bytes() for path in a.iterdir()} == before
-
-
-def test_a_map_has_every_element_that_differs(tmp_path: Path) -> None:
-    state, changed = tensors(), tensors()
-    places = torch.tensor([0, 17, 130, 131, 4289])
-    changed["model.wide"].view(-1).view(torch.uint8).view(-1, 4)[places, 0] ^= 1
-    a, b = (open_source(save_as("ours", tmp_path / name, one)) for name, one in (("a", state), ("b", changed)))
-    for max_bytes in (1 << 12, 1 << 20):  # in many pieces, and in one
-        found = map_differences(a, b, "model.wide", max_bytes=max_bytes)
-        assert (found.sizes, found.cell_sizes) == ((33, 130), (1, 3))
-        cells = {(int(place) // 130, int(place) % 130 // 3) for place in places}
-        assert {tuple(cell) for cell in found.counts.nonzero().tolist()} == cells
-        assert int(found.counts.sum()) == len(places)
-    assert int(map_differences(a, b, "model.wide", tolerance=Tolerance(rtol=1e30)).counts.sum()) == 0
 
 
 def test_long_values_are_shown_where_they_differ(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,11 +26,9 @@ from torchtitan_ext.cli.output import (
     plain_number,
     print_json,
     print_line,
-    print_problem,
     print_table,
     text_of_bytes,
 )
-from torchtitan_ext.cli.pictures import plotter, say_written
 from torchtitan_ext.errors import named
 from torchtitan_ext.storage.checkpoint_files import thread_count_of
 from torchtitan_ext.storage.location import place_at
@@ -40,7 +37,6 @@ from torchtitan_ext.storage.progress import progress
 if TYPE_CHECKING:
     from torchtitan_ext.offline.compare.delta_file import DeltaReport
     from torchtitan_ext.offline.compare.diff import Difference, DiffReport, ValueDifference
-    from torchtitan_ext.offline.compare.measure import DifferenceMap
 
 
 def run(
@@ -53,7 +49,6 @@ def run(
         float, typer.Option(metavar="X", show_default=False, help="Equal is |a - b| <= atol + rtol * |b|.", min=0.0)
     ] = 0.0,
     atol: Annotated[float, typer.Option(metavar="X", show_default=False, help="The same.", min=0.0)] = 0.0,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw where the first such tensor differs.")] = None,
     delta: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write what turns A into B; --versions 1:2 numbers them.")
     ] = None,
@@ -68,15 +63,12 @@ def run(
 
     Example: torchtitan-ext diff run/step-100 model.safetensors --prefix model
     """
-    if plot is not None:
-        plotter(plot)  # refuses wrong usage before the checkpoints are read
     if versions is not None and delta is None:
         raise typer.BadParameter("is for --delta", param_hint="--versions")
     with refusing_wrong_usage():
         one, other = (lazy.sources.open_source(path, weights_only=not unsafe_unpickle) for path in (a, b))
         one = transformed(one, transform)
         selection = lazy.selection.Selection(tuple(only or ()), prefix)
-        tolerance = lazy.diff.Tolerance(rtol, atol)
         if delta is not None:
             numbers = lazy.delta_file.versions_of(one, other, versions)
             lazy.delta_file.check_carried(one, other, selection)
@@ -86,8 +78,8 @@ def run(
                 one,
                 other,
                 selection=selection,
-                values=values or plot is not None,
-                tolerance=tolerance,
+                values=values,
+                tolerance=lazy.diff.Tolerance(rtol, atol),
                 max_bytes=amount_of(max_memory),
                 num_threads=thread_count_of(None),
                 read=read,
@@ -104,12 +96,6 @@ def run(
                 selection=selection,
                 max_bytes=amount_of(max_memory),
             )
-    if plot is not None:
-        _plot(
-            plot,
-            report,
-            lambda key: lazy.measure.map_differences(one, other, key, selection=selection, tolerance=tolerance),
-        )
     if json:
         print_json({**_as_json(report), "delta": None if written is None else dataclasses.asdict(written)})
     else:
@@ -118,29 +104,6 @@ def run(
             _print_delta(delta, written)
     if report.differences:
         raise typer.Exit(DIFFERS)
-
-
-def _plot(path: Path, report: DiffReport, map_of: Callable[[str], DifferenceMap]) -> None:
-    """Draws the first tensor whose elements differ."""
-    tensors = [(found.key, found.values) for found in report.differences if found.values is not None]
-    if not tensors:
-        print_problem("nothing is drawn: no tensor differs in its elements")
-        return
-    key, values = tensors[0]
-    found = map_of(key)
-    more = f"; tensors that differ: {len(tensors)}" if len(tensors) > 1 else ""
-    counts = (
-        f"{values.num_different:,} of {values.num_elements:,} elements differ, first {list(values.first_index)}{more}"
-    )
-    plotter(path).plot_differences(
-        path,
-        f"{key}, {' x '.join(map(str, found.shape))}\n{counts}",
-        found.counts.tolist(),
-        sizes=found.sizes,
-        cell_sizes=found.cell_sizes,
-        dims=found.dims,
-    )
-    say_written(path)
 
 
 def _print(report: DiffReport) -> None:

@@ -21,12 +21,14 @@ from torchtitan_ext.cli.output import (
     plain_number,
     print_json,
     print_line,
+    print_problem,
     print_table,
     saved_by,
     text_of_bytes,
 )
 from torchtitan_ext.errors import UnknownFormatError
-from torchtitan_ext.errors.near_names import refuse_unmatched
+from torchtitan_ext.errors.near_names import nearest_name, refuse_unmatched
+from torchtitan_ext.layout.layout import Box
 from torchtitan_ext.state.data_position import DataPosition, ShardPosition, loaders_among, read_data_position
 from torchtitan_ext.storage.commit.steps import step_paths
 from torchtitan_ext.storage.formats.contents import MODEL, Contents, Scalar
@@ -37,6 +39,8 @@ from torchtitan_ext.storage.runs.listing import bytes_in
 
 _MAX_VALUE_CHARS = 60
 
+_PICTURES = (".svg", ".png", ".pdf")
+
 
 def run(
     path: Annotated[
@@ -44,8 +48,10 @@ def run(
     ],
     glob: Annotated[str | None, typer.Argument(metavar="GLOB", help="Only keys that match, as in *.wq.*")] = None,
     shards: Annotated[bool, typer.Option("--shards", help="Where each chunk of a key lies.")] = False,
-    layout: Annotated[str | None, typer.Option(metavar="NAME", help="Draw which rank holds what of a tensor.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="The same as a picture: .svg, .png, .pdf.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw which rank holds what of the tensor GLOB: .svg, .png, .pdf."),
+    ] = None,
     data: Annotated[bool, typer.Option("--data", help="Where each data loader stands, shard by shard.")] = False,
     rank: Annotated[int | None, typer.Option(help="The rank, if each rank has metadata of its own.")] = None,
     unsafe_unpickle: UnsafeUnpickle = False,
@@ -57,18 +63,16 @@ def run(
 
     Example: torchtitan-ext inspect outputs/checkpoint/step-100 "*norm*" --shards
     """
-    if plot is not None and layout is None:
-        raise typer.BadParameter("got no --layout NAME of a tensor to draw", param_hint="--plot")
+    plot_holders = None if plot is None else _plotter(plot)
     names = _checkpoints_of_folder(path)
     if names:
         _show_folder(path, names, json)
         return
     with without_collector():
         contents = describe(path, rank=rank, unsafe_unpickle=unsafe_unpickle)
-        if layout is not None:
-            pictures = importlib.import_module("torchtitan_ext.cli.pictures.layout_of_key")
-            pictures.show_layout(contents, layout, plot, json=json)
-            return
+        if plot_holders is not None:
+            plot_holders(plot, *_holders(contents, glob))
+            print_problem(f"wrote {plot}")  # on stderr, since stdout may have a JSON document
         with refusing_wrong_usage():
             refuse_unmatched("glob", [] if glob is None else [glob], [key.fqn for key in contents.keys], where=path)
         keys = contents.matching(glob)
@@ -78,6 +82,38 @@ def run(
             _print_data(_data_positions(contents))
         else:
             _print(contents, keys, shards, has_totals=glob is None and not shards)
+
+
+def _plotter(path: Path) -> Any:
+    """What draws the picture, by matplotlib. Refusals (none there, no picture's ending) come before the work."""
+    if path.suffix.lower() not in _PICTURES:
+        expected = f"a name that ends in {', '.join(_PICTURES)}"
+        raise typer.BadParameter(f"got {path}, expected {expected}", param_hint="--plot")
+    try:
+        return importlib.import_module("torchtitan_ext.cli.picture").plot_holders
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        text = 'pictures need matplotlib; run: pip install "torchtitan-ext[plot]"'
+        raise typer.BadParameter(text, param_hint="--plot") from None
+
+
+def _holders(contents: Contents, name: str | None) -> tuple[str, Sequence[int], list[tuple[str, Box]]]:
+    """The picture's title, and of the tensor of this name its shape, and its boxes with their files."""
+    key = next((key for key in contents.keys if key.fqn == name and key.sizes is not None), None)
+    if key is None:
+        near = nearest_name(name or "", [key.fqn for key in contents.keys if key.sizes is not None])
+        hint = "" if near is None else f"; did you mean {near}?"
+        text = f"{contents.path} has no tensor {name}{hint}" if name else "got no name of a tensor to draw"
+        raise typer.BadParameter(text, param_hint="--plot")
+    boxes = [
+        (chunk.file or contents.path.name, (tuple(chunk.offsets), tuple(chunk.sizes)))
+        for chunk in contents.chunks_of(key.fqn)
+        if chunk.offsets is not None and chunk.sizes is not None
+    ]
+    size, shape = contents.world_size, key.sizes or ()
+    origin = saved_by(size, contents.mesh) if size else f"in {count_of(len(contents.files), 'file')}"
+    return f"{name}, {' x '.join(map(str, shape)) or 'a single number'}, {key.dtype}\n{origin}", shape, boxes
 
 
 def _checkpoints_of_folder(path: Place) -> list[str]:

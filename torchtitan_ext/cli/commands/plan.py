@@ -11,8 +11,6 @@ import typer
 from torchtitan_ext.cli import lazy
 from torchtitan_ext.cli.options import Json, Mesh, Shard, refusing_wrong_usage
 from torchtitan_ext.cli.output import DIFFERS, print_json, print_text
-from torchtitan_ext.cli.pictures import plotter, say_written
-from torchtitan_ext.cli.pictures.holders import bytes_of_ranks
 from torchtitan_ext.offline.amounts import parse_rate
 
 
@@ -32,7 +30,6 @@ def run(
     device: Annotated[_Device | None, typer.Option(metavar="cuda|cpu", help="Of the job; by default cuda.")] = None,
     bandwidth: Annotated[str | None, typer.Option(help="The bandwidth of one rank: 2GB/s.")] = None,
     shared_bandwidth: Annotated[str | None, typer.Option(help="The bandwidth of all ranks together.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the bytes of each rank, .svg, .png.")] = None,
     json: Json = False,
 ) -> None:
     """What a load on another mesh would read, and what would be refused.
@@ -42,8 +39,6 @@ def run(
 
     Example: torchtitan-ext plan run/step-100 --mesh dp=8,tp=2 --bandwidth 2GB/s
     """
-    if plot is not None:
-        plotter(plot)  # refuses wrong usage before the work
     for text in policy or ():
         if "=" not in text:
             expected = "COMPONENT=ACTION such as dataloader=reset"
@@ -61,11 +56,6 @@ def run(
             bandwidth_bytes_per_second=parse_rate(bandwidth),
             shared_bandwidth_bytes_per_second=parse_rate(shared_bandwidth),
         )
-    if plot is not None and found.load is not None:
-        before = bytes_of_ranks(found.load.file_bytes)
-        after = [one.num_bytes for one in found.load.ranks]
-        plotter(plot).plot_bytes(plot, before, after, title=f"{path}: files, and what is read by {found.world}")
-        say_written(plot)
     if json:
         print_json(found.to_dict())
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,8 +15,6 @@ from torchtitan_ext.layout.dtensor import as_bytes
 from torchtitan_ext.offline.boxes import Piece, whole
 from torchtitan_ext.offline.compare.diff import Tolerance, ValueDifference
 from torchtitan_ext.offline.compare.side import Side
-from torchtitan_ext.offline.selection import Selection
-from torchtitan_ext.offline.sources import FileSource
 from torchtitan_ext.offline.torch_boxes import tensor_of
 from torchtitan_ext.storage.element_types import item_bytes_of
 from torchtitan_ext.storage.raw_tensor import dtype_name
@@ -24,61 +22,7 @@ from torchtitan_ext.storage.raw_tensor import dtype_name
 # For each element that differs: its position, and numbers and distances of 8 or 16 bytes.
 _BYTES_PER_DIFFERENT = 96
 
-_MAX_CELLS = 64
-
 _Numbers: TypeAlias = npt.NDArray[Any]
-
-
-def map_differences(
-    a: FileSource,
-    b: FileSource,
-    key: str,
-    *,
-    selection: Selection | None = None,
-    tolerance: Tolerance | None = None,
-    max_bytes: int = 256 << 20,
-) -> DifferenceMap:
-    """Where a tensor differs whose values ``diff`` found to differ. The arguments are those of ``diff``."""
-    one, other = (Side(source, selection or Selection()) for source in (a, b))
-    found = DifferenceMap(one.tensor(key).shape)
-    for piece, *pair in pieces_of(key, one, other, max_bytes):
-        flat_a, flat_b = (tensor.view(-1) for tensor in pair)
-        found.add(piece.offsets, piece.sizes, _positions_apart(flat_a, flat_b, tolerance or Tolerance()))
-    return found
-
-
-class DifferenceMap:
-    """Counts of different elements in at most 64 x 64 cells of the two largest dims, summed over all other dims.
-
-    Attributes:
-        shape: The shape of both tensors.
-        dims: The dims that give rows and columns of cells: one for a vector, none for a single number.
-        sizes: The sizes of these two dims; 1 for a dim that does not exist.
-        cell_sizes: Rows and columns of elements in a cell; the last cell of a row or column may have fewer.
-        counts: The number of different elements in each cell, by row and column.
-    """
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape = shape
-        self.dims = tuple(sorted(sorted(range(len(shape)), key=lambda dim: (-shape[dim], dim))[:2]))
-        rows, cols = (*(shape[dim] for dim in self.dims), 1, 1)[:2]
-        self.sizes = rows, cols
-        self.cell_sizes = -(-rows // _MAX_CELLS), -(-cols // _MAX_CELLS)
-        num_cells = [-(-size // cell) for size, cell in zip(self.sizes, self.cell_sizes, strict=True)]
-        self.counts = torch.zeros(num_cells, dtype=torch.int64, device="cpu")
-
-    def add(self, offsets: Sequence[int], sizes: Sequence[int], positions: torch.Tensor) -> None:
-        """Counts the different elements of a box of the tensor.
-
-        Args:
-            offsets, sizes: The box: a number per dim of the tensor.
-            positions: The different elements, int64, counted in the row-major order of the box.
-        """
-        inside = np.unravel_index(positions.numpy(), (1, *sizes))[1:]  # it knows no indices without dims
-        pairs = zip(self.dims, self.cell_sizes, strict=False)
-        cells = [torch.from_numpy((inside[dim] + offsets[dim]) // size) for dim, size in pairs]
-        row, col = (*cells, torch.zeros_like(positions), torch.zeros_like(positions))[:2]
-        self.counts.index_put_((row, col), torch.ones_like(positions), accumulate=True)
 
 
 def measure(key: str, one: Side, other: Side, tolerance: Tolerance, max_bytes: int) -> ValueDifference | None:
