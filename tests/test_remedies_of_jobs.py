@@ -624,13 +624,6 @@ DRY_RUNS: dict[str, tuple[Callable[[Path], Any], list[Callable[[Path], Any]]]] =
         lambda path: tte.dry_run([STATE, STATE], mesh={"dp": 2}),
         [lambda path: tte.dry_run([{}, STATE])],
     ),
-    "placements={'layers.0.*': {'pp': 0}}, None for all stages": (
-        lambda path: tte.dry_run(STATE, mesh={"pp": 2}),
-        [
-            lambda path: tte.dry_run(STATE, mesh={"pp": 2}, placements={"layers.0.*": {"pp": 0}, "w": {"pp": None}}),
-            lambda path: tte.dry_run([STATE, {"w": STATE["w"]}]),
-        ],
-    ),
 }
 
 

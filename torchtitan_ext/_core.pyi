@@ -200,18 +200,8 @@ class MetadataColumns:
         """The first chunks and values for which the metadata names no file."""
     def find_part(self, fqn: str, offsets: Sequence[int] | None, /) -> int | None: ...
     def part(self, number: int, /) -> Part: ...
-    def paths_of_parts(self, number: int, /) -> bytes:
-        """Of a key: per chunk of its list, or for its value, a uint32 that stands for a file; 2**32 - 1 for none."""
     def to_pickle(self, planner_data: Any, storage_meta: dict[str, Any], version: str) -> bytes | None:
         """The file; ``None`` where a value is not plain."""
-    def pickle_bytes(
-        self, planner_data: Any, storage_meta: dict[str, Any], version: str, files: Sequence[tuple[str, int, int]]
-    ) -> int:
-        """The length of ``to_pickle`` for many files: each has a name, and as many parts as this object has in a row.
-
-        Args:
-            files: Per file its name, the number of the first part that its parts are like, and how many parts it has.
-        """
     def to_tables(self, planner_data: Any, storage_meta: dict[str, Any], version: str) -> bytes | None:
         """The tables of an index, without parts; ``None`` where a value is not plain."""
 
@@ -754,16 +744,6 @@ class RunWriter:
 
 def frame_tensor(type: ElementType, sizes: Sequence[int], record_offset: int, alignment: int, /) -> tuple[bytes, bytes]:
     """What stands before and behind a tensor's bytes in its record."""
-
-class FileKind:
-    """Records of one form: of a tensor of this type, or of a value of this size (``type`` is ``None``)."""
-
-    def __init__(
-        self, type: ElementType | None, dtype: str, offsets: Sequence[int] | None, sizes: Sequence[int], num_bytes: int
-    ) -> None: ...
-
-def foresee_file(kinds: Sequence[FileKind], fqns: Sequence[str], kind_of: Sequence[int], block_bytes: int) -> RankFile:
-    """The rank file that a writer would make of records with these keys and kinds, in this order. Writes nothing."""
 
 def digest(bytes: bytes | npt.NDArray[np.uint8], /) -> int:
     """XXH3, 64 bits, of contiguous memory."""

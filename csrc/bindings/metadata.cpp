@@ -6,7 +6,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -312,12 +311,6 @@ std::vector<Uncovered> cover_defects(const MetadataColumns& columns) {
   return rows;
 }
 
-// As bytes of uint32, for numpy.
-py::bytes paths_of_parts(const MetadataColumns& columns, size_t number) {
-  const std::vector<uint32_t> paths = columns.paths_of_parts(at(columns.keys(), number));
-  return py::bytes(reinterpret_cast<const char*>(paths.data()), paths.size() * sizeof(uint32_t));
-}
-
 std::optional<size_t> found(uint32_t number) {
   return number == HashedNumbers::kNone ? std::nullopt : std::optional<size_t>(number);
 }
@@ -411,13 +404,6 @@ py::object write_metadata_pickle(const MetadataColumns& columns, const py::objec
   } catch (const NotPlain&) {
     return py::none();
   }
-}
-
-int64_t pickle_bytes(MetadataColumns& columns, const py::object& planner_data, const py::dict& storage_meta,
-                     const std::string& version, const std::vector<std::tuple<std::string, size_t, size_t>>& files) {
-  std::vector<AlikeFile> alike;
-  for (const auto& [name, first_part, num_parts] : files) alike.push_back({name, first_part, num_parts});
-  return metadata_bytes(columns, plain_writers(planner_data, storage_meta, version), alike);
 }
 
 py::object write_tables(const MetadataColumns& columns, const py::object& planner_data, const py::dict& storage_meta,
@@ -540,10 +526,7 @@ void define_metadata(py::module_& module) {
              return found(self.find_part(to_utf8(fqn), offsets));
            })
       .def("part", &part_at)
-      .def("paths_of_parts", &paths_of_parts)
       .def("to_pickle", &write_metadata_pickle, py::arg("planner_data"), py::arg("storage_meta"), py::arg("version"))
-      .def("pickle_bytes", &pickle_bytes, py::arg("planner_data"), py::arg("storage_meta"), py::arg("version"),
-           py::arg("files"))
       .def("to_tables", &write_tables, py::arg("planner_data"), py::arg("storage_meta"), py::arg("version"));
   py::class_<PartsOfFiles>(module, "SavedParts")
       .def(py::init<const MetadataColumns&>(), py::arg("columns"), py::keep_alive<1, 2>())

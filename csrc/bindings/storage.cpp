@@ -604,19 +604,6 @@ void define_storage(py::module_& module) {
     const RecordFrame frame = frame_tensor(type, sizes, record_offset, alignment);
     return py::make_tuple(py::bytes(frame.head), py::bytes(frame.tail));
   });
-  py::class_<FileKind>(module, "FileKind")
-      .def(py::init([](const ElementType* type, std::string dtype, const std::optional<Sizes>& offsets, Sizes sizes,
-                       int64_t num_bytes) {
-             const Key key{{}, offsets, offsets ? std::optional<int64_t>(0) : std::nullopt};
-             return FileKind{to_record(key, std::move(dtype), std::move(sizes)),
-                             type ? std::optional(*type) : std::nullopt, num_bytes};
-           }),
-           py::arg("type"), py::arg("dtype"), py::arg("offsets"), py::arg("sizes"), py::arg("num_bytes"));
-  module.def(
-      "foresee_file",
-      [](const std::vector<FileKind>& kinds, const std::vector<std::string>& fqns, const std::vector<uint32_t>& kind_of,
-         uint32_t block_bytes) { return foresee_file(kinds, fqns, kind_of, block_bytes); },
-      py::arg("kinds"), py::arg("fqns"), py::arg("kind_of"), py::arg("block_bytes"));
   module.def("digest", [](const py::buffer& bytes) {
     const py::buffer_info memory = bytes.request();
     TTE_CHECK(PyBuffer_IsContiguous(memory.view(), 'C'), "digest", "got memory with gaps, expected one piece");

@@ -270,17 +270,6 @@ uint32_t MetadataColumns::find_part(std::string_view fqn, const std::optional<st
   return find_part(*name, of_sizes);
 }
 
-std::vector<uint32_t> MetadataColumns::paths_of_parts(const SavedKey& key) const {
-  const auto path_at = [&](uint32_t offsets) {
-    const uint32_t part = find_part(key.fqn, offsets);
-    return part == HashedNumbers::kNone ? HashedNumbers::kNone : parts_[part].path;
-  };
-  if (!key.is_tensor) return {path_at(SavedPart::kNone)};
-  std::vector<uint32_t> paths;
-  for (const SavedChunk& chunk : chunk_lists_[key.chunk_list]) paths.push_back(path_at(chunk.offsets));
-  return paths;
-}
-
 uint32_t MetadataColumns::find_part(uint32_t fqn, uint32_t offsets) const {
   return known_parts_.find(hash_of_part(fqn, offsets), [&](uint32_t number) {
     return parts_[number].fqn == fqn && parts_[number].offsets == offsets;

@@ -165,8 +165,6 @@ class MetadataColumns {
   uint32_t find_key(std::string_view fqn) const;
   uint32_t find_part(std::string_view fqn, const std::optional<std::vector<int64_t>>& offsets) const;
   uint32_t find_part(uint32_t fqn, uint32_t offsets) const;  // both by their numbers in the tables
-  // The name of the file of each chunk of a tensor's list, or of a value; HashedNumbers::kNone where there is none.
-  std::vector<uint32_t> paths_of_parts(const SavedKey& key) const;
 
  private:
   std::vector<SavedKey> keys_;

@@ -48,14 +48,4 @@ struct PlainWriters {
 // chunk lists, properties, sizes and names are one object each in it.
 std::string write_metadata(const MetadataColumns& columns, const PlainWriters& plain);
 
-// A file that holds parts like those of the columns from `first_part` on, of other keys or other chunks perhaps.
-struct AlikeFile {
-  std::string name;
-  size_t first_part = 0;
-  size_t num_parts = 0;
-};
-
-// The size of the file of these columns if its parts were those of many files. Adds their names to the columns.
-int64_t metadata_bytes(MetadataColumns& columns, const PlainWriters& plain, const std::vector<AlikeFile>& files);
-
 }  // namespace torchtitan_ext::core

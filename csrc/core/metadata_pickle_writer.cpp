@@ -68,9 +68,8 @@ constexpr std::array<std::string_view, kNumAttributes> kAttributes = {
 
 class MetadataWriter {
  public:
-  explicit MetadataWriter(const MetadataColumns& columns, bool keeps_bytes = true)
+  explicit MetadataWriter(const MetadataColumns& columns)
       : columns_(columns),
-        out_(keeps_bytes),
         names_(columns.names.size(), kUnwritten),
         sizes_(columns.sizes.size(), kUnwritten),
         chunk_lists_(columns.chunk_lists().size(), kUnwritten) {
@@ -78,16 +77,14 @@ class MetadataWriter {
     attributes_.fill(kUnwritten);
   }
 
-  // `next_part` gives one part after the other.
-  template <typename NextPart>
-  PickleWriter& write(const PlainWriters& plain, size_t num_parts, const NextPart& next_part) {
+  std::string write(const PlainWriters& plain) {
     begin_object(kMetadata);
     out_.text("state_dict_metadata");
     write_dict(columns_.keys().size(), [this](size_t at) { write_key(columns_.keys()[at]); });
     out_.text("planner_data");
     plain.planner_data(out_);
     out_.text("storage_data");
-    write_dict(num_parts, [&](size_t) { write_part(next_part()); });
+    write_dict(columns_.parts().size(), [this](size_t at) { write_part(columns_.parts()[at]); });
     out_.text("storage_meta");
     begin_object(kStorageMeta);
     plain.storage_meta(out_);
@@ -95,7 +92,7 @@ class MetadataWriter {
     out_.text("version");
     out_.text(plain.version);
     end_object();
-    return out_;
+    return out_.take();
   }
 
  private:
@@ -287,42 +284,7 @@ void write_path(PickleWriter& out, std::string_view path) {
 }
 
 std::string write_metadata(const MetadataColumns& columns, const PlainWriters& plain) {
-  size_t number = 0;
-  const auto next_part = [&]() -> const SavedPart& { return columns.parts()[number++]; };
-  return MetadataWriter(columns).write(plain, columns.parts().size(), next_part).take();
-}
-
-int64_t metadata_bytes(MetadataColumns& columns, const PlainWriters& plain, const std::vector<AlikeFile>& files) {
-  std::vector<uint32_t> paths;
-  size_t num_parts = 0;
-  for (const AlikeFile& file : files) {
-    TTE_CHECK(file.num_parts > 0 && file.first_part + file.num_parts <= columns.parts().size(), file.name, "is like ",
-              file.num_parts, " parts from part ", file.first_part, " on, of ", columns.parts().size());
-    paths.push_back(columns.names.add(file.name));
-    num_parts += file.num_parts;
-  }
-  // Chunks have positions in the list of their key: which file has which of them is of no matter for their sum.
-  // A key of one rank stands for those of others, too: each of them has a list of its own.
-  std::vector<int64_t> num_chunks, num_seen(columns.names.size());
-  for (const SavedPart& part : columns.parts()) {
-    const uint32_t key = part.index == SavedPart::kNoIndex ? kUnwritten : columns.find_key(columns.names[part.fqn]);
-    const bool is_tensor = key != kUnwritten && columns.keys()[key].is_tensor;
-    const size_t count = is_tensor ? columns.chunk_lists()[columns.keys()[key].chunk_list].size() : 0;
-    num_chunks.push_back(static_cast<int64_t>(count));
-  }
-  size_t file = 0, at = 0;
-  const auto next_part = [&] {
-    if (at == files[file].num_parts) ++file, at = 0;
-    const size_t number = files[file].first_part + at++;
-    SavedPart part = columns.parts()[number];
-    part.path = paths[file];
-    if (num_chunks[number] > 0) part.index = num_seen[part.fqn]++ % num_chunks[number];
-    return part;
-  };
-  MetadataWriter writer(columns, false);
-  PickleWriter& out = writer.write(plain, num_parts, next_part);
-  out.take();
-  return static_cast<int64_t>(out.num_bytes());
+  return MetadataWriter(columns).write(plain);
 }
 
 }  // namespace torchtitan_ext::core

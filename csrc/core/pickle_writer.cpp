@@ -12,8 +12,7 @@ constexpr size_t kFrameBytes = 64 << 10;  // as CPython's own pickler
 
 }  // namespace
 
-PickleWriter::PickleWriter(bool keeps_bytes)
-    : keeps_bytes_(keeps_bytes), out_("\x80\x04"), num_ended_(out_.size()), frame_(2 * kFrameBytes) {}  // PROTO 4
+PickleWriter::PickleWriter() : out_("\x80\x04"), frame_(2 * kFrameBytes) {}  // PROTO 4
 
 void PickleWriter::integer(int64_t value) {
   if (value >= 0 && value <= UINT8_MAX) {
@@ -108,8 +107,6 @@ std::string PickleWriter::take() {
 
 void PickleWriter::end_frame() {
   const uint64_t num_bytes = std::exchange(num_in_frame_, 0);
-  num_ended_ += 1 + sizeof(num_bytes) + num_bytes;
-  if (!keeps_bytes_) return;
   out_.push_back(static_cast<char>(0x95));  // FRAME
   out_.append(reinterpret_cast<const char*>(&num_bytes), sizeof(num_bytes));
   out_.append(frame_.data(), num_bytes);

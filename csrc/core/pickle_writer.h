@@ -30,8 +30,7 @@ enum class PickleOp : uint8_t {
 
 class PickleWriter : public PlainSink {
  public:
-  // Without its bytes only their number is kept.
-  explicit PickleWriter(bool keeps_bytes = true);
+  PickleWriter();
 
   void none() override { byte('N'); }
   void boolean(bool value) override { byte(value ? 0x88 : 0x89); }
@@ -54,8 +53,6 @@ class PickleWriter : public PlainSink {
   void end_large_frame();
   // Ends the stream.
   std::string take();
-  // How many bytes take() would have given, after its call.
-  size_t num_bytes() const { return num_ended_; }
 
  private:
   void byte(uint8_t value) {
@@ -73,9 +70,7 @@ class PickleWriter : public PlainSink {
   }
   void end_frame();
 
-  bool keeps_bytes_ = true;
   std::string out_;          // frames that have ended
-  size_t num_ended_ = 0;     // their bytes
   std::vector<char> frame_;  // room for one, of which a part is taken
   size_t num_in_frame_ = 0;
   uint32_t next_short_ = 0;

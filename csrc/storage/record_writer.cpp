@@ -25,10 +25,6 @@ constexpr int64_t kPackedBytes = 16 << 10;
 // idle.
 constexpr int64_t kWriteBackBytes = 8 << 20;
 
-RecordFrame frame_at(int64_t offset, const ElementType& type, std::span<const int64_t> sizes, int64_t num_bytes) {
-  return frame_tensor(type, sizes, offset, num_bytes >= kLargeBytes ? kLargeAlignment : kAlignment);
-}
-
 int64_t num_blocks_of(int64_t num_bytes, int64_t block_bytes) { return (num_bytes + block_bytes - 1) / block_bytes; }
 
 iovec piece_of(const void* data, int64_t num_bytes) {
@@ -36,35 +32,6 @@ iovec piece_of(const void* data, int64_t num_bytes) {
 }
 
 }  // namespace
-
-SavedFile foresee_file(std::span<const FileKind> kinds, const std::vector<std::string>& fqns,
-                       std::span<const uint32_t> kind_of, uint32_t block_bytes) {
-  TTE_CHECK(block_bytes > 0, "foresee_file", "got blocks of 0 bytes");
-  TTE_CHECK(fqns.size() == kind_of.size(), "foresee_file", "got ", fqns.size(), " keys of ", kind_of.size(), " kinds");
-  SavedFile file;
-  std::vector<SavedRecord> records;
-  for (size_t number = 0; number < fqns.size(); ++number) {
-    TTE_CHECK(kind_of[number] < kinds.size(), "foresee_file", "got kind ", kind_of[number], " of ", kinds.size());
-    const FileKind& kind = kinds[kind_of[number]];
-    SavedRecord& record = records.emplace_back(kind.record);
-    record.fqn = fqns[number];
-    record.offset = file.footer_offset;
-    record.num_bytes = kind.num_bytes;
-    if (kind.type) {
-      record.is_tensor = true;
-      const int64_t data_bytes = core::checked_mul(core::num_elements(record.sizes), kind.type->item_bytes);
-      const RecordFrame frame = frame_at(record.offset, *kind.type, record.sizes, data_bytes);
-      record.data_offset = record.offset + static_cast<int64_t>(frame.head.size());
-      record.num_bytes = core::checked_add(data_bytes, static_cast<int64_t>(frame.head.size() + frame.tail.size()));
-    }
-    file.footer_offset = core::checked_add(file.footer_offset, record.num_bytes);
-  }
-  file.records = encode_records(records);
-  const auto without_checksums = encode_footer({{}, 0, block_bytes, file.footer_offset, {}}).size();
-  const int64_t checksum_bytes = num_blocks_of(file.footer_offset, block_bytes) * int64_t{sizeof(uint64_t)};
-  file.num_bytes = core::checked_add(file.footer_offset, static_cast<int64_t>(without_checksums) + checksum_bytes);
-  return file;
-}
 
 struct RecordWriter::Scratch {
   std::unique_ptr<char[]> block;
@@ -89,7 +56,7 @@ void RecordWriter::queue_own(std::string bytes) {
 void RecordWriter::begin_tensor(SavedRecord key, const ElementType& type,
                                 const std::optional<core::Sizes>& global_sizes) {
   const int64_t num_bytes = core::checked_mul(core::num_elements(key.sizes), type.item_bytes);
-  RecordFrame frame = frame_at(end_, type, key.sizes, num_bytes);
+  RecordFrame frame = frame_tensor(type, key.sizes, end_, num_bytes >= kLargeBytes ? kLargeAlignment : kAlignment);
   key.is_tensor = true;
   key.offset = end_;
   queue_own(std::move(frame.head));

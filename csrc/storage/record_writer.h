@@ -32,17 +32,6 @@ struct WriteOptions {
   bool to_memory = false;
 };
 
-// Records of one form in a rank file: all that a record says but its key and its place.
-struct FileKind {
-  SavedRecord record;
-  std::optional<ElementType> type;  // none of a value, which takes num_bytes
-  int64_t num_bytes = 0;
-};
-// What finish() of a writer would say of a file of these records: record i has key fqns[i] and is of kind kind_of[i].
-// Nothing is written, and the digest of the footer is 0.
-SavedFile foresee_file(std::span<const FileKind> kinds, const std::vector<std::string>& fqns,
-                       std::span<const uint32_t> kind_of, uint32_t block_bytes);
-
 class RecordWriter {
  public:
   RecordWriter(std::string path, const WriteOptions& options);

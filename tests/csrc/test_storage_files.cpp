@@ -324,40 +324,6 @@ TEST_F(Files, AReadThatThrowsForgetsItsRuns) {
   EXPECT_EQ(first, std::string(5000, '-'));
 }
 
-TEST_F(Files, TheSizeOfARankFileIsKnownBeforeItIsWritten) {
-  const std::vector<int32_t> numbers(300'000, 7);  // a tensor of all of them is large enough to begin with a page
-  std::vector<FileKind> kinds;
-  for (const core::Sizes& sizes : std::vector<core::Sizes>{{3, 5}, {300'000}, {0, 4}, {}}) {
-    kinds.push_back({key_of("", sizes), kInt, 0});
-  }
-  for (const int64_t num_bytes : {15, 0, 700}) kinds.push_back({key_of("", {}), std::nullopt, num_bytes});
-  const std::vector<uint32_t> kind_of = {4, 5, 6, 0, 1, 2, 3, 0, 1};
-  const std::vector<std::string> fqns(kind_of.size(), "key");
-  for (const uint32_t block_bytes : {512u, 1u << 20}) {
-    RecordWriter writer(path("file"), {block_bytes, 2, false});
-    const auto address = reinterpret_cast<uintptr_t>(numbers.data());
-    for (const uint32_t number : kind_of) {
-      const core::Sizes& sizes = kinds[number].record.sizes;
-      if (!kinds[number].type) {
-        writer.add_record(key_of("key", {}), address, kinds[number].num_bytes);
-        continue;
-      }
-      writer.begin_tensor(key_of("key", sizes), kInt);
-      writer.add_bytes(address, core::num_elements(sizes) * kInt.item_bytes);
-      writer.end_tensor();
-    }
-    const SavedFile file = writer.finish({}, 0);
-    const SavedFile foreseen = foresee_file(kinds, fqns, kind_of, block_bytes);
-    EXPECT_EQ(foreseen.num_bytes, file.num_bytes);
-    EXPECT_EQ(foreseen.footer_offset, file.footer_offset);
-    EXPECT_EQ(foreseen.records, file.records);
-  }
-  EXPECT_EQ(foresee_file({}, {}, {}, 512).num_bytes,
-            RecordWriter(path("file"), {512, 1, false}).finish({}, 0).num_bytes);
-  EXPECT_THROW(foresee_file(kinds, {"w"}, std::vector<uint32_t>{7}, 512), std::invalid_argument);
-  EXPECT_THROW(foresee_file(kinds, fqns, kind_of, 0), std::invalid_argument);
-}
-
 TEST_F(Files, AFooterIsFoundByTheEndOfItsFile) {
   const auto write = [&](std::string content) {
     File file = File::create(path("file"));

@@ -128,10 +128,10 @@ def test_what_a_tp_plan_leaves_out(run_world, tmp_path: Path) -> None:
     (said,) = answers[0]["said"]
     assert "ranks 2 and 3 hold different bits" in said and "tte.sync_module_states(model, mesh)" in said
 
-    foreseen = [one.file_bytes for one in answers[0]["foreseen"].ranks]
+    foreseen = [one.num_bytes for one in answers[0]["foreseen"].ranks]
     sizes = [(tmp_path / "strict" / f"__{rank}_0.distcp").stat().st_size for rank in range(4)]
     assert all(abs(one - other) < 0.02 * other for one, other in zip(foreseen, sizes, strict=True))
-    foreseen = [one.file_bytes for one in answers[0]["divided"].ranks]
+    foreseen = [one.num_bytes for one in answers[0]["divided"].ranks]
     for name in ("fsdp", "tp"):
         sizes = [
             (tmp_path / name / file).stat().st_size for file in sorted(os.listdir(tmp_path / name)) if "__" in file

@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import Problem, Remedy, WrongValueError, argument_error, check_argument, named, refusal
@@ -52,8 +50,6 @@ MAX_RANKS = 65_536
 
 _MAX_SHOWN = 4
 
-_PP = "pp"
-
 # At most so many combinations of dims are tried: two axes of four-dimensional tensors have 25.
 _MAX_COMBINATIONS = 200
 
@@ -80,7 +76,6 @@ class PlacementRules:
         rules: The dims that axes cut, by canonical fqn or glob, like the ``layouts`` of planners. A rule without
             wildcards comes before a glob, an earlier rule before a later one.
         saved: The checkpoint that has the tensors.
-        ranks: The ranks of the mesh, row-major; by default from 0 on.
         operation: The call that messages name.
 
     Raises:
@@ -94,14 +89,13 @@ class PlacementRules:
         rules: Mapping[str, DimOf] | None = None,
         *,
         saved: SavedState | None = None,
-        ranks: Sequence[int] | None = None,
         operation: str = "dry_run",
     ) -> None:
         self._operation = operation
         _check_mesh(operation, mesh)
         self._rules = _checked_rules(operation, rules, mesh)
         sizes = tuple(mesh.values())
-        self.mesh = MeshLayout(sizes, tuple(range(num_elements(sizes)) if ranks is None else ranks), tuple(mesh))
+        self.mesh = MeshLayout(sizes, tuple(range(num_elements(sizes))), tuple(mesh))
         old = World(0) if saved is None else saved.world
         self._old = World(old.size, {axis: size for axis, size in old.mesh.items() if size > 1})
         self._was_cut = _was_cut(saved, self._old.mesh)
@@ -143,8 +137,10 @@ class PlacementRules:
         Raises:
             LayoutError: Names the rules, and for each the key that was probably meant.
         """
-        _check_patterns_used(self._operation, self._rules, shapes)
-        problems = []
+        unused = [pattern for pattern in self._rules if not any(rule_applies(pattern, fqn) for fqn in shapes)]
+        problems = [unused_problem(pattern, shapes) for pattern in unused]
+        if problems:
+            raise refusal(self._operation, problems)
         for pattern, dims in self._rules.items():
             mine = {fqn: shape for fqn, shape in shapes.items() if shape is not None and rule_applies(pattern, fqn)}
             cut = {axis: dim for axis, dim in dims.items() if dim is not None}
@@ -182,73 +178,6 @@ class PlacementRules:
         return dims, is_assumed
 
 
-class PipelineRules:
-    """Cuts a mesh and its rules into the stages of a pipeline; one stage if there is no axis ``pp``.
-
-    Rules name the stage as they name the dim that other axes cut: ``{"layers.0.*": {"pp": 0}, "norm": {"pp": 1},
-    "step": {"pp": None}}``; ``None`` means all stages. Tensors need a rule. Without a rule all stages hold the other
-    values. A checkpoint cannot tell: a key of one stage and a key of all stages both lie in one rank's file.
-
-    Args:
-        mesh: Size of each axis by name.
-        rules: The dim that each axis cuts, and the stage, by canonical fqn or glob.
-
-    Attributes:
-        mesh, rules: The mesh of one stage, and the rules for its axes.
-        ranks: The ranks of each stage, row-major on its mesh.
-
-    Raises:
-        TypeError: An argument has another type.
-        WrongValueError: A rule names a stage that does not exist, or ``PlacementRules`` refuses the mesh or a rule.
-    """
-
-    def __init__(self, mesh: Mapping[str, int], rules: Mapping[str, DimOf] | None = None) -> None:
-        _check_mesh("dry_run", mesh)
-        given = _checked_rules("dry_run", rules, mesh)
-        self.num_stages = mesh.get(_PP, 1)
-        self.mesh = {axis: size for axis, size in mesh.items() if axis != _PP} or {"dp_shard": 1}
-        self.rules: dict[str, DimOf] = {}
-        self._stage_of: dict[str, int | None] = {}
-        for pattern, dims in given.items():
-            if _PP in dims:
-                stage = self._stage_of[pattern] = dims[_PP]
-                if stage is not None and not 0 <= stage < self.num_stages:
-                    what = f"{pattern!r} names stage {stage} of {_PP}, the mesh has {self.num_stages}"
-                    raise WrongValueError(what, "placements")
-            if dims.keys() - {_PP}:
-                self.rules[pattern] = {axis: dim for axis, dim in dims.items() if axis != _PP}
-        self._is_pipeline = _PP in mesh
-        ranks = np.arange(num_elements(tuple(mesh.values()))).reshape(tuple(mesh.values()))
-        position = list(mesh).index(_PP) if self._is_pipeline else 0
-        self.ranks: list[list[int]] = np.moveaxis(ranks, position, 0).reshape(self.num_stages, -1).tolist()
-
-    def holds(self, stage: int, fqn: str) -> bool:
-        patterns = patterns_for(fqn, self._stage_of)
-        of_key = self._stage_of[patterns[0]] if patterns else None
-        return of_key is None or of_key == stage
-
-    def check(self, tensors: Sequence[str], fqns: Sequence[str]) -> None:
-        """Refuses rules that match no key, and tensors whose stage no rule names.
-
-        Args:
-            tensors: The keys among ``fqns`` that are tensors.
-
-        Raises:
-            LayoutError: A rule matches none of the keys.
-            WrongValueError: Names some of the tensors.
-        """
-        _check_patterns_used("dry_run", self._stage_of, fqns)
-        unknown = [fqn for fqn in tensors if self._is_pipeline and not patterns_for(fqn, self._stage_of)]
-        if unknown:
-            raise WrongValueError(
-                f"nothing says which stage of {_PP} holds {len(unknown)} tensors ({named(unknown)})",
-                "mesh",
-                f"; state it with placements={{'layers.0.*': {{'{_PP}': 0}}}}, None for all stages, or give a list "
-                "with the state dict of each stage",
-                Remedy("placements", f"layers.0.*={_PP}:0"),
-            )
-
-
 def _has_dim(shape: Sequence[int], dim: int | None) -> bool:
     return dim is None or -len(shape) <= dim < len(shape)
 
@@ -276,13 +205,6 @@ def parse_rules(texts: Sequence[str]) -> dict[str, dict[str, int | None]]:
                 raise WrongValueError(f"got {text!r}, expected {expected}", "placements")
             rules.setdefault(pattern, {})[axis] = None if dim == "none" else int(dim)
     return rules
-
-
-def _check_patterns_used(operation: str, patterns: Iterable[str], fqns: Collection[str]) -> None:
-    """Raises LayoutError if one of the patterns, fqns and globs, matches none of the keys."""
-    unused = [pattern for pattern in patterns if not any(rule_applies(pattern, fqn) for fqn in fqns)]
-    if unused:
-        raise refusal(operation, [unused_problem(pattern, fqns) for pattern in unused])
 
 
 def _check_mesh(operation: str, mesh: Any) -> None:
@@ -317,7 +239,7 @@ def _checked_rules(operation: str, rules: Any, mesh: Mapping[str, int]) -> dict[
 
 
 def _check_axis(axis: str, saved_axes: Mapping[str, int], rules: Mapping[str, DimOf]) -> None:
-    if axis == _PP:
+    if axis == "pp":
         raise WrongValueError(
             "got the axis pp, and stages of a pipeline hold different keys; leave it out: ranks of any mesh read what "
             "each asks for",

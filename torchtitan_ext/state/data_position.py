@@ -1,8 +1,7 @@
 """Where a data loader stands, read from its state. Imports no torch.
 
 The state is that of ``ElasticDataLoader``; in a checkpoint its entries have the keys ``dataloader.loader``,
-``dataloader.shard_7_of_16`` and so on. ``ElasticDataLoader.describe`` and the commands ``inspect`` and ``plan`` read it
-here.
+``dataloader.shard_7_of_16`` and so on. ``ElasticDataLoader.describe`` and the command ``inspect`` read it here.
 """
 
 from __future__ import annotations

@@ -246,15 +246,6 @@ def data_file_bytes(directory: Path) -> dict[str, int]:
         return {entry.name: entry.stat().st_size for entry in sorted(files, key=lambda one: one.name)}
 
 
-def metadata_file_bytes(directory: Path, save_id: str | None) -> tuple[int, int]:
-    """Sizes of ``.metadata`` and of the index of the save with this id; 0 for a file that is not there."""
-    sizes = []
-    named = [index_path(directory, None, save_id)] if save_id else []
-    for paths in ([metadata_path(directory, None)], [*named, index_path(directory, None)]):
-        sizes.append(next((path.stat().st_size for path in paths if path.exists()), 0))
-    return sizes[0], sizes[1]
-
-
 def write_file(path: Path, content: bytes, *, sync: bool) -> None:
     """Writes a new file. An old one is unlinked first: it may be a link to another file, or a pipe."""
     try:

@@ -15,13 +15,9 @@ def test_a_file_of_torch_save_is_read_as_its_conversion_would_be(tmp_path: Path)
     torch.save(STATE, tmp_path / "state.pt")
     tte.save(STATE, tmp_path / "dcp", no_dist=True)
     found, converted = (tte.dry_run(tmp_path / name, mesh={"dp": 4}).load for name in ("state.pt", "dcp"))
-    assert [(one.num_reads, one.num_files) for one in found.ranks] == [
-        (one.num_reads, one.num_files) for one in converted.ranks
-    ]
     assert found.ranks[0].num_bytes == pytest.approx(converted.ranks[0].num_bytes, abs=64)  # names in pickles differ
     assert [problem.kind for problem in found.problems] == ["broken_checkpoint"]
     assert f"convert {tmp_path / 'state.pt'} <directory> --to dcp" in found.problems[0].detail
-    assert found.file_bytes == {"state.pt": (tmp_path / "state.pt").stat().st_size}
     with pytest.raises(ReshardError, match="is a file of torch.save, which no load of a job reads"):
         tte.dry_run(STATE, mesh={"dp": 4}, checkpoint=tmp_path / "state.pt")
 

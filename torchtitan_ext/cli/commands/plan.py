@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,12 +10,6 @@ import typer
 from torchtitan_ext.cli import lazy
 from torchtitan_ext.cli.options import Json, Mesh, Shard, refusing_wrong_usage
 from torchtitan_ext.cli.output import DIFFERS, print_json, print_text
-from torchtitan_ext.offline.amounts import parse_rate
-
-
-class _Device(str, Enum):
-    CUDA = "cuda"
-    CPU = "cpu"
 
 
 def run(
@@ -27,9 +20,6 @@ def run(
     policy: Annotated[
         list[str] | None, typer.Option(metavar="COMPONENT=ACTION", help="As in dataloader=reset.")
     ] = None,
-    device: Annotated[_Device | None, typer.Option(metavar="cuda|cpu", help="Of the job; by default cuda.")] = None,
-    bandwidth: Annotated[str | None, typer.Option(help="The bandwidth of one rank: 2GB/s.")] = None,
-    shared_bandwidth: Annotated[str | None, typer.Option(help="The bandwidth of all ranks together.")] = None,
     json: Json = False,
 ) -> None:
     """What a load on another mesh would read, and what would be refused.
@@ -37,7 +27,7 @@ def run(
     It says the same about a save there. Reads the metadata, and what RngState saved. Exits with 1 if the load would be
     refused.
 
-    Example: torchtitan-ext plan run/step-100 --mesh dp=8,tp=2 --bandwidth 2GB/s
+    Example: torchtitan-ext plan run/step-100 --mesh dp=8,tp=2
     """
     for text in policy or ():
         if "=" not in text:
@@ -52,9 +42,6 @@ def run(
             components=component or (),
             placements=lazy.placement_rules.parse_rules(shard or ()),
             policy=lazy.policy.ElasticPolicy(actions),
-            device=None if device is None else device.value,
-            bandwidth_bytes_per_second=parse_rate(bandwidth),
-            shared_bandwidth_bytes_per_second=parse_rate(shared_bandwidth),
         )
     if json:
         print_json(found.to_dict())

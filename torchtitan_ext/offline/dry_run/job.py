@@ -9,15 +9,13 @@ import dataclasses
 import io
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.planners.items import uncuttable_wrappers
@@ -33,13 +31,10 @@ from torchtitan_ext.checkpoint.tables.key_table import (
     describe_state,
 )
 from torchtitan_ext.errors import WrongValueError, refusal
-from torchtitan_ext.layout.dtensor import local_tensor
 from torchtitan_ext.layout.layout import LayoutRules, ShardOrder, ShardReport, local_shard, row_major_position
-from torchtitan_ext.offline.amounts import Bandwidth
 from torchtitan_ext.offline.dry_run.alike_ranks import AlikeRanks, names_with_rank
-from torchtitan_ext.offline.dry_run.host_memory import Device
 from torchtitan_ext.offline.dry_run.load_source import LoadSource
-from torchtitan_ext.offline.placement_rules import DimOf, PipelineRules, PlacementRules
+from torchtitan_ext.offline.placement_rules import DimOf, PlacementRules
 from torchtitan_ext.state.nested import flat_keys
 from torchtitan_ext.storage.metadata.saved_metadata import recorded_paths
 
@@ -52,15 +47,11 @@ class OneRank:
         table: Its keys.
         value_bytes: The size of each value that is no tensor, as it is written.
         assumed: Tensors for which the dim that ``tp`` cuts is a guess.
-        is_packed: Whether the elements of some tensor do not lie row by row in memory.
-        device: Where its tensors lie; ``None`` if nothing says it.
     """
 
     table: KeyTable
     value_bytes: Mapping[str, int]
     assumed: tuple[str, ...] = ()
-    is_packed: bool = False
-    device: Device | None = None
 
     def restricted(self, holds: Callable[[str], bool]) -> OneRank:
         """What the rank holds, without the keys that ``holds`` denies."""
@@ -77,14 +68,12 @@ class Stage:
         one: What this rank holds.
         ranks: All ranks of the stage.
         rules: Place tensors on a described mesh; ``None`` if the tensors are DTensors on meshes of their own.
-        holds: Whether the stage holds a key of the state dict.
     """
 
     state: Mapping[str, Any] | None
     one: OneRank
     ranks: AlikeRanks
     rules: PlacementRules | None = None
-    holds: Callable[[str], bool] = lambda fqn: True
 
 
 @dataclass(frozen=True)
@@ -94,15 +83,11 @@ class Job:
     Attributes:
         stages: Together they have the ranks 0, 1, ...
         layouts, policy: As in ``tte.load``.
-        device: Where the tensors lie.
-        bandwidth: How fast the storage is.
     """
 
     stages: Sequence[Stage]
     layouts: Mapping[str, ShardOrder] | None
     policy: ElasticPolicy
-    device: Device
-    bandwidth: Bandwidth
 
     @property
     def num_ranks(self) -> int:
@@ -145,21 +130,15 @@ def stages_of(
     if source is not None and not states:
         ones = [_rank_of_checkpoint(source.opened.metadata, source.opened.source)]
     (one,) = ones
-    pipeline = PipelineRules(mesh, placements)
     saved, chunks = (None, {}) if source is None else (source.state, source.chunks)
     entries = one.table.entries.items()
     shapes = {fqn: entry.report.global_shape if isinstance(entry, TensorEntry) else None for fqn, entry in entries}
-    pipeline.check([fqn for fqn, shape in shapes.items() if shape is not None], list(shapes))
-    stages = []
-    for number in range(pipeline.num_stages):
-        rules = PlacementRules(pipeline.mesh, pipeline.rules, saved=saved, ranks=pipeline.ranks[number])
-        rules.check_used(shapes)
-        holds = partial(pipeline.holds, number)
-        own = place_on_mesh(one.restricted(holds), rules, chunks)
-        named = [fqn for fqn in names_with_rank(own.table.entries) if PER_RANK.sub(r"\g<1>0", fqn) == fqn]
-        ranks = AlikeRanks(rules.mesh.ranks, own.table, mesh=rules.mesh, own=named)
-        stages.append(Stage(states[0] if states else None, own, ranks, rules, holds))
-    return stages
+    rules = PlacementRules(mesh, placements, saved=saved)
+    rules.check_used(shapes)
+    placed = place_on_mesh(one, rules, chunks)
+    named = [fqn for fqn in names_with_rank(placed.table.entries) if PER_RANK.sub(r"\g<1>0", fqn) == fqn]
+    ranks = AlikeRanks(rules.mesh.ranks, placed.table, mesh=rules.mesh, own=named)
+    return [Stage(states[0] if states else None, placed, ranks, rules)]
 
 
 def _rank_of_state(state: Mapping[str, Any], layouts: Mapping[str, ShardOrder] | None) -> OneRank:
@@ -175,10 +154,7 @@ def _rank_of_state(state: Mapping[str, Any], layouts: Mapping[str, ShardOrder] |
         for fqn, entry in table.entries.items()
         if isinstance(entry, ObjectEntry) and fqn not in troubled
     }
-    tensors = [value for value in flat.values.values() if isinstance(value, torch.Tensor)]
-    is_packed = any(type(local) is torch.Tensor and not local.is_contiguous() for local in map(local_tensor, tensors))
-    table = dataclasses.replace(table, problems=problems, unread=unread)
-    return OneRank(table, sizes, is_packed=is_packed, device=_device_of(tensors))
+    return OneRank(dataclasses.replace(table, problems=problems, unread=unread), sizes)
 
 
 def _rank_of_checkpoint(metadata: Metadata, source: Source) -> OneRank:
@@ -249,13 +225,6 @@ def place_on_mesh(one: OneRank, rules: PlacementRules, chunks: Mapping[str, _cor
         entries[fqn] = dataclasses.replace(entry, report=report)
         assumed += [fqn] if placed.is_assumed else []
     return dataclasses.replace(one, table=dataclasses.replace(one.table, entries=entries), assumed=tuple(assumed))
-
-
-def _device_of(tensors: Iterable[torch.Tensor]) -> Device | None:
-    """Where tensors lie; DTensors lie where their meshes say, other tensors on meta say nothing."""
-    found = {value.device_mesh.device_type if isinstance(value, DTensor) else value.device.type for value in tensors}
-    found.discard("meta")
-    return None if not found else "cpu" if found == {"cpu"} else "cuda"
 
 
 def _pickled_bytes(value: Any) -> int:

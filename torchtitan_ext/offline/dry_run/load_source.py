@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from torchtitan_ext.dcp_private import StorageInfo
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.offline.sources import open_source as open_files
 from torchtitan_ext.storage import FileReader
-from torchtitan_ext.storage.checkpoint_files import data_file_bytes, metadata_file_bytes
 from torchtitan_ext.storage.formats.detect import Format, format_of, how_to_load
 from torchtitan_ext.storage.formats.plain_files import PlainFiles
 from torchtitan_ext.storage.location import is_local
@@ -32,15 +30,11 @@ class LoadSource:
 
     Attributes:
         opened: The metadata, and the reader that a job uses.
-        file_bytes: The size of each data file in a local directory, by name.
-        metadata_bytes: The sizes of ``.metadata`` and of the index beside it; 0 if there is none or it is not known.
         problems: Why a job cannot load the checkpoint as it is; ``opened.reader`` can read nothing then.
         notes: How a job loads the checkpoint.
     """
 
     opened: OpenSource
-    file_bytes: Mapping[str, int]
-    metadata_bytes: tuple[int, int] = (0, 0)
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -75,12 +69,7 @@ def open_load_source(source: Source) -> LoadSource:
             "each rank has metadata of its own part alone (use_collectives=False): it loads on the ranks of its save"
         )
         raise refusal("dry run", [Problem("broken_checkpoint", opened.name, detail)])
-    if not is_local(source.path):
-        return LoadSource(opened, {})
-    save_id = getattr(opened.metadata.storage_meta, "save_id", None)
-    if not path.is_dir():
-        return LoadSource(opened, {path.name: path.stat().st_size})
-    return LoadSource(opened, data_file_bytes(path), metadata_file_bytes(path, save_id))
+    return LoadSource(opened)
 
 
 def _of_torch(path: Path, source: Source) -> LoadSource:
@@ -93,4 +82,4 @@ def _of_torch(path: Path, source: Source) -> LoadSource:
     problem = Problem("broken_checkpoint", name, how_to_load(path) or "is no checkpoint that a job reads")
     note = "the reads are those that a job would make after one rank has converted the checkpoint"
     opened = OpenSource(name, source, FileReader(path), metadata)
-    return LoadSource(opened, {path.name: path.stat().st_size}, problems=(problem,), notes=(note,))
+    return LoadSource(opened, problems=(problem,), notes=(note,))

@@ -1,38 +1,85 @@
 """Forecasts what a save and a load of a job would do, in one process and for all ranks, by the planners of a job.
 
 The steps: describe what one rank holds (``job``), work out the others (``alike_ranks``), hand all tables to the
-planners' coordinator, and add up its answers to each rank (``save_forecast``, ``load_forecast``).
+planners' coordinator, and add up its answers to each rank (``forecast``).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import statistics
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from numbers import Real
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from torchtitan_ext.checkpoint.operation.component_plans import read_saved
 from torchtitan_ext.checkpoint.rules.load_rules import component_of
 from torchtitan_ext.checkpoint.rules.policy import BY_DEFAULT, ElasticPolicy, Source, check_rules
-from torchtitan_ext.checkpoint.tables.key_table import ObjectEntry, TensorEntry
-from torchtitan_ext.errors import CheckpointReadError, WrongValueError, check_argument, named
+from torchtitan_ext.checkpoint.tables.component import World
+from torchtitan_ext.checkpoint.tables.key_table import ObjectEntry
+from torchtitan_ext.errors import Problem, WrongValueError, check_argument, named, refusal
 from torchtitan_ext.errors.near_names import names_hint
-from torchtitan_ext.layout.layout import ShardOrder, num_elements
-from torchtitan_ext.offline.amounts import Bandwidth
-from torchtitan_ext.offline.dry_run.host_memory import Device
+from torchtitan_ext.layout.layout import ShardOrder
+from torchtitan_ext.offline.amounts import text_of_bytes
+from torchtitan_ext.offline.dry_run.forecast import Forecast, forecast_load, forecast_save
 from torchtitan_ext.offline.dry_run.job import Job, Stage, components_of, stages_of
-from torchtitan_ext.offline.dry_run.load_forecast import forecast_load
 from torchtitan_ext.offline.dry_run.load_source import LoadSource, open_load_source
-from torchtitan_ext.offline.dry_run.result import DryRun
-from torchtitan_ext.offline.dry_run.save_forecast import forecast_save
 from torchtitan_ext.offline.placement_rules import DimOf
-from torchtitan_ext.state.data_position import DataPosition, loaders_among, read_data_position
 from torchtitan_ext.storage.metadata.saved_metadata import recorded_paths
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a save and a load of a job would do. ``str`` gives a short table.
+
+    Attributes:
+        world: The ranks and the mesh of the job.
+        save: What a save would do.
+        load: What a load of the checkpoint would do; ``None`` without a checkpoint.
+        notes: What was assumed, or cannot be known without the job.
+    """
+
+    world: World
+    save: Forecast
+    load: Forecast | None
+    notes: tuple[str, ...]
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """Why the load, or without a checkpoint the save, would be refused."""
+        return self.save.problems if self.load is None else self.load.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain values; the report of a load becomes its text and its remedy."""
+        save = dataclasses.asdict(self.save)
+        del save["report"]
+        load = None
+        if self.load is not None:
+            report = self.load.report
+            load = dataclasses.asdict(dataclasses.replace(self.load, report=None))
+            load["report"] = None if report is None else {"text": str(report), "remedy": report.remedy}
+        world = {"size": self.world.size, "mesh": dict(self.world.mesh)}
+        return {"world": world, "save": save, "load": load, "notes": list(self.notes)}
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("", "least", "median", "most", "all ranks")]
+        rows.append(_row("state", [one.state_bytes for one in self.save.ranks]))
+        if not self.save.problems:
+            rows.append(_row("save: bytes", [one.num_bytes for one in self.save.ranks]))
+        if self.load is not None:
+            rows.append(_row("load: bytes", [one.num_bytes for one in self.load.ranks]))
+        lines = [str(self.world), *_aligned(rows)]
+        if self.save.problems:
+            lines.append(f"A save would end with:\n{refusal('save', self.save.problems)}")
+        if self.load is not None and self.load.problems:
+            lines.append(f"A load would end with:\n{refusal('load', self.load.problems, self.load.report)}")
+        elif self.load is not None and self.load.report is not None:
+            lines.append(str(self.load.report))
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
 def dry_run(
@@ -44,9 +91,6 @@ def dry_run(
     placements: Mapping[str, DimOf] | None = None,
     layouts: Mapping[str, ShardOrder] | None = None,
     policy: ElasticPolicy | None = None,
-    device: Device | None = None,
-    bandwidth_bytes_per_second: float | None = None,
-    shared_bandwidth_bytes_per_second: float | None = None,
 ) -> DryRun:
     """Says what a save and a load would do on every rank of a job, without its processes, and changes nothing.
 
@@ -61,15 +105,12 @@ def dry_run(
             ``torchtitan_ext/offline/placement_rules.py`` says how axes cut tensors.
         checkpoint: The checkpoint that is loaded; without one only a save is forecast.
         components: The components, and globs of flat keys, that are loaded. All by default.
-        placements: With ``mesh``, dims of axes, and stages, by canonical fqn or glob: ``{"wo.weight": {"tp": 1}}``.
+        placements: With ``mesh``, dims of axes, by canonical fqn or glob: ``{"wo.weight": {"tp": 1}}``.
         layouts: Sharding orders, as in the planners.
         policy: As in ``tte.load``. Objects of the state dict that reshard by a rule of their own are asked.
-        device: Where the job's tensors lie; by default where those of the state dict do, else ``"cuda"``.
-        bandwidth_bytes_per_second: The bandwidth of one rank.
-        shared_bandwidth_bytes_per_second: The bandwidth of the storage, for all ranks together.
 
     Returns:
-        Bytes, files, reads and memory of each rank, and what would be refused and why.
+        The bytes of each rank, and what would be refused and why.
 
     Raises:
         TypeError: An argument has another type.
@@ -78,33 +119,26 @@ def dry_run(
         UnknownFormatError: The path holds no checkpoint.
         OSError: The path does not exist or cannot be read.
     """
-    _check_arguments(state, mesh, checkpoint, components, placements, policy, device)
-    bandwidth = _bandwidth(bandwidth_bytes_per_second, shared_bandwidth_bytes_per_second)
+    _check_arguments(state, mesh, checkpoint, components, placements, policy)
     path = state if isinstance(state, (str, os.PathLike)) else checkpoint
     source = None if path is None else open_load_source(Source(path, include=tuple(components) or ("*",)))
     stages = stages_of(state, source, mesh, placements, layouts)
     if source is not None:
         _check_components(source, stages)
-    job = Job(stages, layouts, policy or BY_DEFAULT, device or _device_of(stages), bandwidth)
+    job = Job(stages, layouts, policy or BY_DEFAULT)
     notes = [*_notes(stages), *(() if source is None else source.notes)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         save = forecast_save(job)
         load = None if source is None else forecast_load(job, source)
-        data = {} if source is None or source.problems else _data_positions(source, job)
     notes += [str(warning.message) for warning in caught]
-    notes, copies = list(dict.fromkeys(notes)), _copies(stages)
-    return DryRun(job.world(mesh), job.device, copies, save, load, data, tuple(notes))
+    return DryRun(job.world(mesh), save, load, tuple(dict.fromkeys(notes)))
 
 
-def _check_arguments(
-    state: Any, mesh: Any, checkpoint: Any, components: Any, placements: Any, policy: Any, device: Any
-) -> None:
+def _check_arguments(state: Any, mesh: Any, checkpoint: Any, components: Any, placements: Any, policy: Any) -> None:
     check_argument("dry_run", "checkpoint", checkpoint, (str, os.PathLike, NoneType), "a directory")
     check_argument("dry_run", "components", components, (list, tuple), "a list of components and globs")
     check_rules("dry_run", policy)
-    if device not in (None, "cpu", "cuda"):
-        raise WrongValueError(f"dry_run: got device={device!r}, expected 'cpu' or 'cuda'")
     is_path = isinstance(state, (str, os.PathLike))
     if is_path and checkpoint is not None:
         raise WrongValueError("dry_run: got the path of a checkpoint twice; give one of them, or a state dict")
@@ -129,14 +163,6 @@ def _check_arguments(
         raise WrongValueError("dry_run: got several stages and a mesh; give stages DTensors on meshes of their ranks")
 
 
-def _bandwidth(of_rank: Any, shared: Any) -> Bandwidth:
-    for name, given in (("bandwidth_bytes_per_second", of_rank), ("shared_bandwidth_bytes_per_second", shared)):
-        check_argument("dry_run", name, given, (Real, NoneType), "a number of bytes")
-        if given is not None and not given > 0:
-            raise WrongValueError(f"dry_run: got {name}={given}, expected more than 0")
-    return Bandwidth(of_rank, shared)
-
-
 def _check_components(source: LoadSource, stages: Sequence[Stage]) -> None:
     """Raises WrongValueError if a component that is to be loaded is neither saved nor in the job."""
     chosen, metadata = source.opened.source, source.opened.metadata
@@ -152,37 +178,6 @@ def _check_components(source: LoadSource, stages: Sequence[Stage]) -> None:
     for glob in chosen.unused_filters(is_tensor, components):
         hint = names_hint(glob, is_tensor, components)
         raise WrongValueError(f"no component and no key matches {glob!r}; {hint}", "components")
-
-
-def _data_positions(source: LoadSource, job: Job) -> dict[str, DataPosition]:
-    """Where each data loader stands that the job loads and whose state can be read."""
-    saved, policy = source.opened.metadata.state_dict_metadata, job.policy
-    found = {}
-    for prefix in loaders_among([fqn for fqn, one in saved.items() if isinstance(one, BytesStorageMetadata)]):
-        name = prefix.removesuffix(".")
-        if not name or not source.opened.source.selects(f"{name}.loader"):
-            continue
-        if policy.object_action(name) not in ("reset", "omit"):
-            with suppress(ValueError, CheckpointReadError):
-                found[name] = read_data_position(read_saved(source.opened, name))
-    return found
-
-
-def _device_of(stages: Sequence[Stage]) -> Device:
-    """Where the tensors of a job lie; on GPUs if nothing says it."""
-    return next((stage.one.device for stage in stages if stage.one.device is not None), "cuda")
-
-
-def _copies(stages: Sequence[Stage]) -> float:
-    groups = [stage.ranks for stage in stages]
-    held = sum(num_bytes for group in groups for num_bytes in group.state_bytes())
-    sizes = {
-        fqn: num_elements(entry.report.global_shape) * entry.dtype.itemsize
-        for group in groups
-        for fqn, entry in group.table.entries.items()
-        if isinstance(entry, TensorEntry)
-    }
-    return held / sum(sizes.values()) if sum(sizes.values()) else 1.0
 
 
 def _notes(stages: Sequence[Stage]) -> list[str]:
@@ -206,3 +201,17 @@ def _notes(stages: Sequence[Stage]) -> list[str]:
     if any(isinstance(entry, ObjectEntry) for entry in entries):
         notes.append("only the job's own objects, such as a data loader, know how they load what was saved")
     return notes
+
+
+def _row(title: str, values: Sequence[int]) -> tuple[str, ...]:
+    least, most, middle = min(values), max(values), statistics.median_low(values)
+    return (title, *map(text_of_bytes, (least, middle, most, sum(values))))
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns as wide as their longest cell, the first to the left."""
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return [
+        f"  {row[0]:<{first}}" + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], others, strict=True))
+        for row in rows
+    ]

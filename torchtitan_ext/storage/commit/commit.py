@@ -233,7 +233,7 @@ def encode_index(
 
 
 def notes_of_save(num_ranks: int, seconds: Mapping[str, float] = MappingProxyType({})) -> list[tuple[str, str]]:
-    """The notes of a save in its index. Seconds by phase are as wide for any save: a dry run says the index's size."""
+    """The notes of a save in its index."""
     torch: Any = sys.modules.get("torch")
     # Commands start sooner without this module.
     torch_version = torch.__version__ if torch else importlib.import_module("importlib.metadata").version("torch")

@@ -29,11 +29,6 @@ def bucket_bytes_of(num_bytes: int) -> int:
     return min(BUCKET_BYTES, max(ops.DEFAULT_ALIGNMENT, 1 << (num_bytes - 1).bit_length()))
 
 
-def host_buffer_bytes(num_bytes: int) -> int:
-    """The memory of the host's buffers for tensors of so many bytes."""
-    return bucket_bytes_of(num_bytes) * (1 if num_bytes <= BUCKET_BYTES else NUM_HOST_BUFFERS)
-
-
 @dataclass
 class _OutgoingBucket:
     """Tensors of one device, and what is to be done, in this order, once their bytes are at an address of the host."""

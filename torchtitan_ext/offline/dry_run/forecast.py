@@ -1,88 +1,62 @@
-"""Forecasts what each rank would read, and from which files, by the planner of loads and the checkpoint's chunks."""
+"""Forecasts what each rank would write and read, by the planners of saves and loads and the checkpoint's chunks."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.operation.component_plans import paths_below, read_saved, sort_components
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
+from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.planners.saved_chunks import name_metadata
 from torchtitan_ext.checkpoint.rules.load_rules import ComponentPlan, LoadRules, ReadRequest, WhyNotRead, component_of
 from torchtitan_ext.checkpoint.rules.report import LoadReport
 from torchtitan_ext.checkpoint.tables.component import saved_world
-from torchtitan_ext.checkpoint.tables.key_table import KeyEntry, ObjectEntry, TensorEntry, encode_table
+from torchtitan_ext.checkpoint.tables.key_table import EncodedTable, KeyEntry, ObjectEntry, TensorEntry, encode_table
 from torchtitan_ext.elastic.data.virtual_shards import TooFewShardsError, num_shards_of
 from torchtitan_ext.elastic.rng import RngState, rng_of_saved
 from torchtitan_ext.errors import Problem, StateRefusedError
 from torchtitan_ext.layout.layout import num_elements, shard_of
 from torchtitan_ext.offline.dry_run.alike_ranks import AlikeRanks
-from torchtitan_ext.offline.dry_run.host_memory import loading_bytes
 from torchtitan_ext.offline.dry_run.job import Job, OneRank, Stage, components_of, place_on_mesh
 from torchtitan_ext.offline.dry_run.load_source import LoadSource
-from torchtitan_ext.storage.metadata.lazy_metadata import LazyDict
-from torchtitan_ext.storage.raw_tensor import dtype_name
-
-_NO_FILE = np.iinfo(np.uint32).max
 
 
 @dataclass(frozen=True)
-class RankLoad:
-    """What one rank would read.
+class RankBytes:
+    """What one rank would write or read.
 
     Attributes:
-        state_bytes: The size of all tensors that the rank holds, loaded or not.
-        num_reads: The number of boxes of saved chunks, and of values.
-        num_bytes: The size of all reads.
-        num_files: The number of files that they come from.
-        whole_chunk_bytes: The bytes that a reader of whole chunks, such as stock's, would read.
-        buffer_bytes: The most host memory beside the state (``host_memory``).
+        state_bytes: The size of all tensors that the rank holds, whoever writes them, loaded or not.
+        num_bytes: The size of all tensor chunks and values that it writes or reads, without frames around them.
     """
 
     rank: int
     state_bytes: int
-    num_reads: int
     num_bytes: int
-    num_files: int
-    whole_chunk_bytes: int
-    buffer_bytes: int
 
 
 @dataclass(frozen=True)
-class LoadForecast:
-    """What a load would do.
+class Forecast:
+    """What a save or a load would do.
 
     Attributes:
-        ranks: One entry per rank; if the load is refused, what could be read all the same.
-        num_bytes: The bytes that all ranks read together.
-        saved_bytes: The size of what is read, each saved byte counted once.
-        amplification: How many times each byte is read: ``num_bytes / saved_bytes``.
-        metadata_bytes: The size of ``.metadata`` and index together, which each rank reads; 0 if it is not known.
-        seconds: The time until the slowest rank has read its part, at the given bandwidth.
-        metadata_seconds: The time until all ranks have read ``.metadata`` and index, before that.
-        problems: Why the load would be refused; empty if it would not.
-        report: What becomes of each component.
-        file_bytes: The size of each file of the checkpoint, by name.
+        ranks: One entry per rank. In a save that is refused they write nothing, in a load what could be read counts.
+        problems: Why it would be refused; empty if it would not.
+        report: What becomes of each component in a load.
     """
 
-    ranks: tuple[RankLoad, ...]
-    num_bytes: int
-    saved_bytes: int
-    amplification: float
-    metadata_bytes: int
-    seconds: float | None
-    metadata_seconds: float | None
+    ranks: tuple[RankBytes, ...]
     problems: tuple[Problem, ...]
-    report: LoadReport | None
-    file_bytes: Mapping[str, int]
+    report: LoadReport | None = None
 
 
 @dataclass(frozen=True)
@@ -102,23 +76,48 @@ class _LoadingStage:
     asked: tuple[str, ...]
 
 
-@dataclass
-class _ReadAlike:
-    """Keys whose tensors are held alike and were saved alike.
+def forecast_save(job: Job) -> Forecast:
+    """What a save of all ranks of a job would do."""
+    groups = [stage.ranks for stage in job.stages]
+    encoded = {rank: group.encoded(rank) for group in groups for rank in group.ranks}
+    plans = [SavePlan([], planner_data=encoded[rank].message) for rank in sorted(encoded)]
+    problems = [problem for group in groups for problem in group.problems]
+    planner = SavePlanner(layouts=job.layouts)
+    planner.is_coordinator = True
+    written: Mapping[int, int] = {}
+    try:
+        answers, _ = planner.create_global_plan(plans)
+    except StateRefusedError as error:
+        problems += error.problems
+    else:
+        written = {
+            rank: _written_bytes(answers[rank].planner_data.writes, stage, rank, encoded[rank])
+            for stage in job.stages
+            for rank in stage.ranks.ranks
+        }
+    held = {rank: size for group in groups for rank, size in zip(group.ranks, group.state_bytes(), strict=True)}
+    ranks = tuple(RankBytes(rank, held[rank], written.get(rank, 0)) for rank in sorted(held))
+    return Forecast(ranks, tuple(dict.fromkeys(problems)))
 
-    Attributes:
-        dtype: The saved dtype.
-        files: For each key the numbers of the files of its chunks: a row per different list, and no row twice.
-    """
 
-    entry: KeyEntry
-    chunks: _core.ChunkIndex
-    dtype: torch.dtype
-    num_keys: int = 0
-    files: dict[bytes, None] = field(default_factory=dict)
+def _written_bytes(decision: bytes, stage: Stage, rank: int, encoded: EncodedTable) -> int:
+    """The size of what the planner tells a rank to write."""
+    entries, own_of = stage.ranks.table.entries, {name: fqn for fqn, name in stage.ranks.own_names(rank).items()}
+    num_bytes = 0
+    for one in _core.read_decision(decision, encoded.kind_of):
+        fqns = [encoded.names[one.section][key] for key in one.keys]
+        base = entries[fqns[0]] if fqns[0] in entries else stage.ranks.own[own_of[fqns[0]]]
+        if isinstance(base, ObjectEntry):
+            num_bytes += sum(stage.one.value_bytes[own_of.get(fqn, fqn)] for fqn in fqns)
+            continue
+        entry = stage.ranks.entry(rank, base)
+        assert isinstance(entry, TensorEntry)
+        boxes = [box for _, box in one.boxes] or _core.written_boxes(entry, one.steps)
+        num_bytes += len(fqns) * entry.dtype.itemsize * sum(num_elements(sizes) for _, sizes in boxes)
+    return num_bytes
 
 
-def forecast_load(job: Job, source: LoadSource) -> LoadForecast:
+def forecast_load(job: Job, source: LoadSource) -> Forecast:
     """What a load of a checkpoint by all ranks of a job would do."""
     load = _Load(job, source)
     stages = [load.asked_by(stage) for stage in job.stages]
@@ -136,25 +135,11 @@ def forecast_load(job: Job, source: LoadSource) -> LoadForecast:
         problems += error.problems
         report = error.report
     ranks = sorted((one for stage in stages for one in load.reads(stage)), key=lambda one: one.rank)
-    num_bytes = sum(one.num_bytes for one in ranks)
-    saved_bytes = load.saved_bytes(stages)
-    metadata_bytes = sum(source.metadata_bytes)
-    return LoadForecast(
-        ranks=tuple(ranks),
-        num_bytes=num_bytes,
-        saved_bytes=saved_bytes,
-        amplification=num_bytes / saved_bytes if saved_bytes else 1.0,
-        metadata_bytes=metadata_bytes,
-        seconds=job.bandwidth.seconds([one.num_bytes for one in ranks]),
-        metadata_seconds=job.bandwidth.seconds([metadata_bytes] * len(ranks)),
-        problems=tuple(dict.fromkeys(problems)),
-        report=report,
-        file_bytes=source.file_bytes,
-    )
+    return Forecast(tuple(ranks), tuple(dict.fromkeys(problems)), report)
 
 
 class _Load:
-    """The load of a checkpoint by a job: what its ranks ask for, what they read, and in which files it lies."""
+    """The load of a checkpoint by a job: what its ranks ask for, and what they read."""
 
     def __init__(self, job: Job, source: LoadSource) -> None:
         self._job = job
@@ -162,8 +147,6 @@ class _Load:
         self._opened = source.opened
         self._saved = source.opened.metadata.state_dict_metadata
         self._places = source.opened.metadata.storage_data or {}
-        self._columns = self._places.columns if isinstance(self._places, LazyDict) else None
-        self._numbers: dict[str, int] = {}
 
     def planner(self, plans: Mapping[str, ComponentPlan]) -> LoadPlanner:
         """The planner of the load, with the plan of each component."""
@@ -173,9 +156,9 @@ class _Load:
         return LoadRules(self._opened.source, policy=self._job.policy, components=plans)
 
     def asked_by(self, stage: Stage) -> _LoadingStage:
-        """Asks for the keys that the stage holds, the policy loads and the checkpoint has."""
+        """Asks for the keys that the policy loads and the checkpoint has."""
         group = stage.ranks
-        one, request = self._of_all(stage) if stage.state is None else self._of_state(stage.state, stage)
+        one, request = self._of_all(stage) if stage.state is None else self._of_state(stage.state, stage.ranks.own)
         if stage.rules is not None:
             one = place_on_mesh(one, stage.rules, self._source.chunks)
         ranks = AlikeRanks(group.ranks, one.table, mesh=group.mesh, own=group.own.keys())
@@ -222,7 +205,7 @@ class _Load:
                 rngs |= {} if rng is None else {name: rng}
         return rngs
 
-    def _of_state(self, state: Mapping[str, Any], stage: Stage) -> tuple[OneRank, ReadRequest]:
+    def _of_state(self, state: Mapping[str, Any], own: Collection[str]) -> tuple[OneRank, ReadRequest]:
         """The request of a state dict's rank. Values under a name of the rank's own are asked for even if not saved."""
         size = self._job.num_ranks
         state = {key: value.among(size) if isinstance(value, RngState) else value for key, value in state.items()}
@@ -230,90 +213,36 @@ class _Load:
         planner = self.planner(components.plans[0])
         planner.set_up_planner(components.values, self._opened.metadata)
         request: ReadRequest = planner.create_local_plan().planner_data
-        absent = [fqn for fqn, why in request.not_read.items() if why == "missing" and fqn in stage.ranks.own]
+        absent = [fqn for fqn, why in request.not_read.items() if why == "missing" and fqn in own]
         entries = {**planner.wanted.entries, **dict.fromkeys(absent, ObjectEntry())}
-        one = OneRank(dataclasses.replace(planner.wanted, entries=entries), {}).restricted(stage.holds)
-        not_read = {fqn: why for fqn, why in request.not_read.items() if fqn not in absent and stage.holds(fqn)}
+        one = OneRank(dataclasses.replace(planner.wanted, entries=entries), {})
+        not_read = {fqn: why for fqn, why in request.not_read.items() if fqn not in absent}
         return one, dataclasses.replace(request, not_read=not_read)
 
-    def reads(self, group: _LoadingStage) -> Iterator[RankLoad]:
-        """What each rank of a stage reads: values, and of tensors its part of each kind, which lies in known files."""
-        alike: dict[tuple[int, int, torch.dtype], _ReadAlike] = {}
-        of_all: list[str] = []
+    def reads(self, group: _LoadingStage) -> Iterator[RankBytes]:
+        """What each rank of a stage reads: values, and of tensors its part of each kind."""
+        alike: Counter[tuple[int, int, torch.dtype]] = Counter()
+        kinds: dict[tuple[int, int, torch.dtype], tuple[KeyEntry, _core.ChunkIndex]] = {}
+        of_all = list(group.asked)
         for fqn, entry in group.ranks.table.entries.items():
             if isinstance(entry, ObjectEntry):
                 of_all.append(fqn)
                 continue
             of_tensor = self._saved[fqn]
             assert isinstance(of_tensor, TensorStorageMetadata)
-            chunks, dtype = self._source.chunks[fqn], of_tensor.properties.dtype
-            of_key = alike.setdefault((id(entry), id(chunks), dtype), _ReadAlike(entry, chunks, dtype))
-            of_key.num_keys += 1
-            of_key.files.setdefault(self._files_of(fqn))
-        kinds = [(one, np.array([np.frombuffer(row, np.uint32) for row in one.files])) for one in alike.values()]
-        metadata_bytes, index_bytes = self._source.metadata_bytes
+            chunks = self._source.chunks[fqn]
+            kind = (id(entry), id(chunks), of_tensor.properties.dtype)
+            kinds[kind] = entry, chunks
+            alike[kind] += 1
         for rank, state_bytes in zip(group.ranks.ranks, group.stage.ranks.state_bytes(), strict=True):
             own = [name for name in group.ranks.own_names(rank).values() if name in self._saved]
-            values = [*of_all, *own, *group.asked]
-            value_bytes = list(map(self._value_bytes, values))
-            found = {number for fqn in values for number in np.frombuffer(self._files_of(fqn), np.uint32).tolist()}
-            num_reads, num_bytes, staged_bytes = len(values), sum(value_bytes), 0
-            whole_bytes, is_packed = num_bytes, group.stage.one.is_packed
-            for one, files in kinds:
-                entry = group.ranks.entry(rank, one.entry)
+            num_bytes = sum(map(self._value_bytes, (*of_all, *own)))
+            for kind, (base, chunks) in kinds.items():
+                entry = group.ranks.entry(rank, base)
                 assert isinstance(entry, TensorEntry)
-                parts = one.chunks.find_overlaps(shard_of(entry.report, group.ranks.steps(one.entry)).chunks)
-                of_chunk = [part.saved for part in parts]
-                item_bytes = one.num_keys * one.dtype.itemsize
-                part_bytes = item_bytes * sum(num_elements(part.sizes) for part in parts)
-                num_reads += one.num_keys * len(parts)
-                num_bytes += part_bytes
-                whole_bytes += item_bytes * sum(num_elements(one.chunks.box(chunk)[1]) for chunk in of_chunk)
-                is_cast = entry.dtype != one.dtype
-                is_packed |= is_cast
-                by_torch = is_cast and not _core.has_cast(dtype_name(one.dtype), dtype_name(entry.dtype))
-                if self._job.device != "cpu" or by_torch:
-                    staged_bytes += part_bytes
-                if of_chunk:
-                    found.update(np.unique(files[:, of_chunk]).tolist())
-            buffer_bytes = loading_bytes(
-                num_reads=num_reads,
-                num_bytes=num_bytes,
-                value_bytes=value_bytes,
-                staged_bytes=staged_bytes,
-                device=self._job.device,
-                is_packed=is_packed or whole_bytes > num_bytes,
-                metadata_bytes=metadata_bytes,
-                index_bytes=index_bytes,
-            )
-            num_files = len(found - {_NO_FILE})
-            yield RankLoad(rank, state_bytes, num_reads, num_bytes, num_files, whole_bytes, buffer_bytes)
-
-    def saved_bytes(self, groups: Sequence[_LoadingStage]) -> int:
-        """The size of all tensors and values that any rank reads, each counted once."""
-        wanted = {fqn for group in groups for fqn in (*group.ranks.table.entries, *group.asked)}
-        for group in groups:
-            for rank in group.ranks.ranks:
-                wanted.update(group.ranks.own_names(rank).values())
-        total = 0
-        for fqn in wanted:
-            entry = self._saved.get(fqn)
-            if isinstance(entry, TensorStorageMetadata):
-                total += num_elements(entry.size) * entry.properties.dtype.itemsize
-            elif entry is not None:
-                total += self._value_bytes(fqn)
-        return total
-
-    def _files_of(self, fqn: str) -> bytes:
-        """The number of the file of each chunk of a tensor, or of a value, as uint32; ``_NO_FILE`` if none is known."""
-        number = None if self._columns is None else self._columns.find_key(fqn)
-        if self._columns is not None and number is not None:
-            return self._columns.paths_of_parts(number)
-        entry = self._saved[fqn]
-        offsets = [chunk.offsets for chunk in entry.chunks] if isinstance(entry, TensorStorageMetadata) else [None]
-        paths = [getattr(self._places.get(MetadataIndex(fqn, offset)), "relative_path", None) for offset in offsets]
-        numbers = [_NO_FILE if p is None else self._numbers.setdefault(p, len(self._numbers)) for p in paths]
-        return np.array(numbers, np.uint32).tobytes()
+                parts = chunks.find_overlaps(shard_of(entry.report, group.ranks.steps(base)).chunks)
+                num_bytes += alike[kind] * kind[2].itemsize * sum(num_elements(part.sizes) for part in parts)
+            yield RankBytes(rank, state_bytes, num_bytes)
 
     def _value_bytes(self, fqn: str) -> int:
         """The size of a value's record."""
