@@ -1,9 +1,7 @@
 """What messages tell the user to do: followed to the letter, it succeeds and loses only what the message named.
 
-Other tests follow a policy ("To go on without these": ``checkpoint/operation/test_component_plans.py``,
-``checkpoint/operation/test_load.py``, ``elastic/test_torchtitan_checkpoint.py``), a rename of keys
-(``checkpoint/rules/test_missing_keys.py``), ``layouts=`` (``distributed/test_refusals.py``), a number of virtual shards
-(``elastic/data/test_stream_batches.py``).
+Other tests follow a rename of keys (``checkpoint/rules/test_missing_keys.py``), ``layouts=``
+(``distributed/test_refusals.py``), a number of virtual shards (``elastic/data/test_stream_batches.py``).
 """
 
 import ast
@@ -405,33 +403,6 @@ def test_entries_that_nothing_asks_for(tmp_path: Path) -> None:
         part = {**state(1), "model": {"weight": torch.zeros(2, 3)}}
         tte.load(part, tmp_path, planner=eval(planner[1], {"LoadPlanner": tte.LoadPlanner, "Source": Source}))
     assert digest_value(part) == digest_value({**state(), "model": {"weight": state()["model"]["weight"]}})
-
-
-# What a policy loses.
-
-
-def test_a_policy_beside_a_cast(tmp_path: Path) -> None:
-    tte.save(state(), tmp_path)
-    target = {**state(1), "new": torch.ones(1)}
-    target["model"]["bias"] = torch.zeros(2, dtype=torch.bfloat16)
-    text = refused("To go on without these: ", lambda: tte.load(target, tmp_path, policy=ElasticPolicy()))
-    way, lost = re.search(r"To go on without these: (.*)\n  then (.*)", text).groups()  # type: ignore[union-attr]
-    assert lost == "what this run has made of new stays; values are rounded"
-    eval(
-        f"load(target, path, {way})", {"load": tte.load, "ElasticPolicy": ElasticPolicy}, locals() | {"path": tmp_path}
-    )
-    assert target.pop("new") == 1.0
-    truth = state()
-    truth["model"]["bias"] = truth["model"]["bias"].bfloat16()
-    assert digest_value(target) == digest_value(truth)
-
-
-def test_a_policy_without_a_misspelt_name(tmp_path: Path) -> None:
-    tte.save(state(), tmp_path)
-    wrong = ElasticPolicy({"stp": "reset"})
-    text = refused("policy=ElasticPolicy()\n  then nothing is done about stp", lambda: is_whole(tmp_path, policy=wrong))
-    assert "perhaps 'step' is meant" in text
-    assert is_whole(tmp_path, policy=ElasticPolicy())
 
 
 class Colour(enum.Enum):

@@ -51,12 +51,11 @@ class Remedy:
 
     Attributes:
         option: ``"cast"``; ``"num_shards"`` of a data loader; ``"reshard"`` for per-rank entries, whose value is the
-            number of them; ``"placements"``, whose value is a rule as ``parse_rules`` takes it; ``"weights_only"``;
-            ``"optimizer_state"``, whose value is the key of an optimizer that needs its state before a load.
+            number of them; ``"placements"``, whose value is a rule as ``parse_rules`` takes it; ``"weights_only"``.
         value: The value to give to the option.
     """
 
-    option: Literal["cast", "num_shards", "reshard", "placements", "weights_only", "optimizer_state"]
+    option: Literal["cast", "num_shards", "reshard", "placements", "weights_only"]
     value: str | int | bool
 
 

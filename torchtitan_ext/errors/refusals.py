@@ -17,7 +17,7 @@ class StateRefusedError(TorchtitanExtError, RuntimeError, ValueError):
     Attributes:
         operation: What was refused, for example ``"save"``.
         problems: Every problem found, over all ranks.
-        report: What the load would have done with each component, and what to pass so that it can
+        report: What the load would have done with each component
             (``torchtitan_ext.checkpoint.rules.report.LoadReport``).
     """
 
@@ -35,8 +35,6 @@ class StateRefusedError(TorchtitanExtError, RuntimeError, ValueError):
         for kind, members in grouped.items():
             lines.append(f"{headings.get(kind, REFUSALS[kind][1])} ({len(members)}):")
             lines += listed(members)
-        if self.report is not None and self.report.way_on:
-            lines.append(self.report.way_on)
         return "\n".join(lines)
 
     def _headline(self) -> str:

@@ -73,7 +73,7 @@ def odd_names(rank: int, world_size: int, path: Path) -> None:
     assert state["a"].state == {"q": (3,)} and state["a.b"].state == {"x": (1,), "y": {"z": (2,)}}
     assert torch.equal(state["a.b.c"], torch.ones(2))
     error = refused({"a": ElasticBox(), "a.b": FullBox()}, path / "dots", policy=ElasticPolicy())
-    assert error.report.remedy == "ElasticPolicy({'a.b': 'reset'})"
+    assert [problem.fqn for problem in error.problems] == ["a.b"]
 
     tte.save({0: ElasticBox({1: (1,)}), 5: {"lr": 0.1, 7: 3}, 6: Box({2: 4})}, path / "ints")
     numbered: dict[Any, Any] = {0: ElasticBox(), 5: {"lr": 0.0, 7: 0}, 6: Box({2: 0})}
@@ -82,7 +82,11 @@ def odd_names(rank: int, world_size: int, path: Path) -> None:
     assert numbered[5] == {"lr": 0.1, 7: 3} and numbered[6].state == {2: 4}
     error = refused({0: FullBox(), 6: Box({8: 1})}, path / "ints", policy=ElasticPolicy())
     assert {problem.fqn for problem in error.problems} == {"0", "6.8", "6.2"}
-    tte.load({0: FullBox(), 6: Box({8: 1})}, path / "ints", policy=eval(error.report.remedy))
+    tte.load(
+        {0: FullBox(), 6: Box({8: 1})},
+        path / "ints",
+        policy=ElasticPolicy({"0": "reset", "6.8": "reset", "6.2": "omit"}),
+    )
 
 
 def test_names_with_dots_and_numbers(run_world, tmp_path: Path) -> None:
@@ -159,7 +163,7 @@ def torch_objects(rank: int, world_size: int, path: Path) -> None:
         error = refused(make(), path, policy=policy)
         (problem,) = error.problems
         assert (problem.kind, problem.fqn) == ("unexpected_key", "optimizer.state"), "an optimizer that has not stepped"
-        assert "get_optimizer_state_dict(model, optimizer) first" in str(error) and "To go on" not in str(error)
+        assert "get_optimizer_state_dict(model, optimizer) first" in str(error)
     assert "pass policy=ElasticPolicy({'optimizer.state.*': 'omit'})" in str(error)
     left = make()
     tte.load(left, path, policy=ElasticPolicy({"optimizer.state.*": "omit"}))
@@ -203,8 +207,9 @@ def globs(rank: int, world_size: int, path: Path) -> list[str]:
         refused({"box": FullBox()}, path, policy=ElasticPolicy({"box.*": "reshard"})),
     ]
     states: list[dict[str, Any]] = [{"box": ElasticBox()}, {"values": {"a": 0, "b": 0}}, {"box": FullBox()}]
-    for state, error in zip(states, errors, strict=True):
-        tte.load(state, path, policy=eval(error.report.remedy))
+    policies = [{"box": "reset"}, {"values.a*": "reset"}, {"box": "reset"}]
+    for state, actions in zip(states, policies, strict=True):
+        tte.load(state, path, policy=ElasticPolicy(actions))
     return [str(problem) for error in errors for problem in error.problems]
 
 
@@ -239,7 +244,7 @@ def bad_rules(rank: int, world_size: int, path: Path) -> None:
     ):
         error = refused({"box": box}, path, policy=ElasticPolicy())
         assert text in str(error)
-        tte.load({"box": box}, path, policy=eval(error.report.remedy))
+        tte.load({"box": box}, path, policy=ElasticPolicy({"box": "reset"}))
 
 
 def test_rules_that_fail_are_refusals_on_every_rank(run_world, tmp_path: Path) -> None:
@@ -260,16 +265,17 @@ def two_sources(rank: int, world_size: int, path: Path) -> None:
     }
     ema = Source(path, include=["ema"], rename={"ema.*": "model.*"})
     error = refused(state, sources=[ema, Source(path)], policy=ElasticPolicy({"box": "reshard"}))
-    assert error.report.remedy == "ElasticPolicy({'ema.new': 'reset', 'box': 'reset', 'model.new': 'reset'})"
+    assert {problem.fqn for problem in error.problems} == {"ema.new", "box", "model.new"}
     assert [line.name for line in error.report.components] == ["model", "ema", "box"]
-    report = tte.load(state, sources=[ema, Source(path)], policy=eval(error.report.remedy))
+    policy = ElasticPolicy({"ema.new": "reset", "box": "reset", "model.new": "reset"})
+    report = tte.load(state, sources=[ema, Source(path)], policy=policy)
     assert report is not None
     outcomes = {line.name: line.outcome.replace(str(path), "P") for line in report.components}
     assert outcomes["model"] == "1 entry, 1 left as is from P" and outcomes["ema"] == "1 entry, 1 left as is from P"
     assert state["ema"]["a"] == 1 and state["model"]["a"] == 1 and state["box"].num_resets == 1
 
 
-def test_one_checkpoint_as_two_sources_and_the_remedy_of_both(run_world, tmp_path: Path) -> None:
+def test_one_checkpoint_as_two_sources(run_world, tmp_path: Path) -> None:
     run_world(1, two_sources, tmp_path)
 
 

@@ -147,9 +147,9 @@ def everything_changed(rank: int, world_size: int) -> dict[str, Any]:
 
 def refuse_everything(rank: int, world_size: int, path: Path) -> str:
     error = refused(everything_changed(rank, world_size), path, policy=ElasticPolicy())
-    # What the report recommends is what makes the load go.
     state = everything_changed(rank, world_size)
-    report = tte.load(state, path, policy=eval(error.report.remedy))
+    names = ("counters", "kept", "model.new", "model.more", "old.y", "dataloader")
+    report = tte.load(state, path, policy=ElasticPolicy({**dict.fromkeys(names, "reset"), "old.x": "omit"}))
     assert report is not None and not report.problems
     assert torch.equal(state["model"]["w"].full_tensor(), torch.arange(33.0).view(11, 3))
     assert state["old"] == {"y": 2} and set(state["counters"].values.values()) == {-1}
@@ -183,17 +183,13 @@ def test_one_report_lists_everything_that_stands_in_the_way(run_world, tmp_path:
         "  kept: 4 counters cannot be dealt; use another kind",
         "Saved entries that nothing asks for (1):",
         "  old.x: it is in the checkpoint and nothing asks for it; nearest that is asked for: old.y",
-        "To go on without these: policy=ElasticPolicy({'counters': 'reset', 'kept': 'reset', 'model.new': 'reset', "
-        "'model.more': 'reset', 'old.y': 'reset', 'dataloader': 'reset', 'old.x': 'omit'})",
-        "  then what this run has made of counters, kept, model.new, model.more, old.y, dataloader stays; what was "
-        "saved of old.x is lost to this run",
     ]
 
 
 def shrink(rank: int, world_size: int, path: Path) -> str:
     error = refused({"dataloader": PerRank(rank)}, path, policy=ElasticPolicy(strict="ignore"))
     state = {"dataloader": PerRank(rank)}
-    tte.load(state, path, policy=eval(error.report.remedy))
+    tte.load(state, path, policy=ElasticPolicy({"dataloader": "reset"}, strict="ignore"))
     assert state["dataloader"].position == 0
     return str(error)
 
@@ -202,7 +198,6 @@ def test_positions_of_ranks_are_not_dropped_in_silence(run_world, tmp_path: Path
     run_world(2, save_per_rank, tmp_path)
     (text,) = run_world(1, shrink, tmp_path)
     assert "dataloader.dp_rank_*: the checkpoint has 2 of these, the 1 rank(s) of this load ask for 1" in text
-    assert "policy=ElasticPolicy({'dataloader': 'reset'}, strict='ignore')" in text
 
 
 def actions(rank: int, world_size: int, path: Path) -> dict[str, str]:
@@ -291,7 +286,7 @@ def flat_model(rank: int, world_size: int, path: Path) -> None:
     tte.save(state | {"layers.1.w": torch.ones(3)}, path)
     error = refused({**state}, path, policy=ElasticPolicy())
     assert [problem.fqn for problem in error.problems] == ["layers.1.w"]
-    assert error.report.remedy == "ElasticPolicy({'layers.1.w': 'omit'})"
+    assert tte.load({**state}, path, policy=ElasticPolicy({"layers.1.w": "omit"})) is not None
     assert tte.load({"train_state": {"step": 0}}, path, policy=ElasticPolicy()) is not None
     report = tte.load(state, path, policy=ElasticPolicy(strict="warn"))
     assert report is not None and report.unexpected == ("layers.1.w",)
@@ -320,14 +315,13 @@ def flat_optimizer(rank: int, world_size: int, path: Path) -> None:
         "4 entries, decoupled_weight_decay filled from this run, momentum dropped"
     ]
     unfrozen = optimizer("lr", "momentum", params="wbc")
-    error = refused(unfrozen, path, policy=ElasticPolicy())
-    assert error.report.remedy == (
-        "ElasticPolicy({'optimizer.state.c.exp_avg': 'reset', 'optimizer.param_groups.c.*': 'reset'})"
-    )
-    tte.load(unfrozen, path, policy=eval(error.report.remedy))
+    refused(unfrozen, path, policy=ElasticPolicy())
+    policy = ElasticPolicy({"optimizer.state.c.exp_avg": "reset", "optimizer.param_groups.c.*": "reset"})
+    tte.load(unfrozen, path, policy=policy)
     frozen = refused(optimizer("lr", "momentum", params="w"), path, policy=ElasticPolicy())
     assert {problem.kind for problem in frozen.problems} == {"unexpected_key"}
-    tte.load(optimizer("lr", "momentum", params="w"), path, policy=eval(frozen.report.remedy))
+    omitted = ElasticPolicy({"optimizer.state.b.*": "omit", "optimizer.param_groups.b.*": "omit"})
+    tte.load(optimizer("lr", "momentum", params="w"), path, policy=omitted)
 
 
 def test_flat_optimizer_states_that_changed(run_world, tmp_path: Path) -> None:
@@ -406,7 +400,8 @@ def different_moments(rank: int, world_size: int, path: Path) -> str:
     state["train_state"].advance(samples=10)  # counted, and not trained
     tte.save(state, path / "wrong")
     error = refused(again, path / "wrong", policy=ElasticPolicy())
-    tte.load(again, path / "wrong", policy=eval(error.report.remedy))
+    reset = dict.fromkeys([problem.fqn for problem in error.problems], "reset")
+    tte.load(again, path / "wrong", policy=ElasticPolicy(reset))
     tte.load(again, path / "wrong", policy=ElasticPolicy({"train_state": "keep"}))
     assert again["train_state"].samples_seen == 40
     return str(error)
@@ -630,7 +625,6 @@ def many_keys(rank: int, world_size: int, path: Path) -> None:
     target = {"model": {f"blocks.{index}.w": torch.zeros(1) for index in range(2_000)}}
     error = refused(target, path, policy=ElasticPolicy())
     assert len(error.problems) == 4_000 and len(str(error).splitlines()) < 40
-    assert error.report.remedy == "ElasticPolicy(strict='ignore')"
     source = Source(path, rename={"model.blocks.*.w": "model.layers.*.w"})
     tte.load(target, sources=[source])
     assert all(value == 1 for value in target["model"].values())

@@ -234,13 +234,13 @@ def test_what_has_another_kind_is_asked_for_all_the_same() -> None:
     assert refused.value.report.unexpected == ()
 
 
-def test_a_cast_does_not_hide_the_remedy_for_the_rest() -> None:
+def test_a_cast_does_not_hide_the_rest() -> None:
     saved = save([{"w": torch.zeros(3), "gone": torch.zeros(2)}])
     with pytest.raises(ReshardError) as refused:
         targets = {"w": torch.zeros(3, dtype=torch.bfloat16)}
         load(saved, [targets], lambda: tte.LoadPlanner(policy=ElasticPolicy()))
     assert "w: saved as torch.float32" in str(refused.value) and "pass cast='allow' to accept" in str(refused.value)
-    assert refused.value.report.remedy == "ElasticPolicy({'gone': 'omit'})"
+    assert [problem.fqn for problem in refused.value.problems] == ["w", "gone"]
 
 
 # What is refused, before a target changes.
@@ -577,15 +577,15 @@ def test_components_that_a_policy_leaves_out_stay_as_they_are() -> None:
 def test_missing_and_unexpected_keys_of_a_component_are_refused_together_or_reported() -> None:
     saved = save([{"model": {"w": torch.ones(2), "old": torch.ones(2)}, "other": 1}])
     state: dict[str, Any] = {"model": {"w": torch.zeros(2), "new": torch.zeros(2)}}
-    with pytest.raises(StateRefusedError, match="model.old(.|\n)*To go on without these: policy=") as caught:
+    with pytest.raises(StateRefusedError, match="model.old") as caught:
         load(saved, [state], under())
     assert {(problem.kind, problem.fqn) for problem in caught.value.problems} == {
         ("missing_key", "model.new"),
         ("unexpected_key", "model.old"),
     }
     assert bool((state["model"]["w"] == 0).all())
-    remedy = eval(caught.value.report.remedy, {"ElasticPolicy": ElasticPolicy})
-    for make in (under(strict="ignore"), lambda: tte.LoadPlanner(policy=remedy)):
+    policy = ElasticPolicy({"model.new": "reset", "model.old": "omit"})
+    for make in (under(strict="ignore"), lambda: tte.LoadPlanner(policy=policy)):
         (planner,) = load(saved, [state], make).planners
         assert bool((state["model"]["w"] == 1).all()) and bool((state["model"]["new"] == 0).all())
         state["model"]["w"].zero_()

@@ -359,4 +359,4 @@ def _taken(component: Any, value: Any) -> Any:
 
 def _joined(reports: Sequence[tuple[str, LoadReport | None]], policy: ElasticPolicy | None) -> LoadReport | None:
     known = [(name, report) for name, report in reports if report is not None]
-    return join_reports(known, policy) if known and policy is not None else None
+    return join_reports(known) if known and policy is not None else None

@@ -203,7 +203,7 @@ def unexpected_warnings(
 
 
 def _unclaimed_text(component: str, fqns: Sequence[str], wanted: Collection[str]) -> str:
-    globs = list(dict.fromkeys(common_glob(fqn, fqns, wanted) for fqn in fqns[:MAX_NAMED]))
+    globs = list(dict.fromkeys(_common_glob(fqn, fqns, wanted) for fqn in fqns[:MAX_NAMED]))
     return (
         f"saved entries of {component} that nothing asks for are not loaded: {named(fqns, _MAX_SHOWN)}; put targets "
         "for them into the state dict; to leave them out without this warning, pass "
@@ -241,11 +241,11 @@ def fresh_optimizers(
             "optimizer) first, which make it without a step; to go on without it, pass "
             f"{how_to_omit.format(glob=f'{prefix}.state.*')}"
         )
-        problems.append(Problem("unexpected_key", f"{prefix}.state", detail, advice, Remedy("optimizer_state", prefix)))
+        problems.append(Problem("unexpected_key", f"{prefix}.state", detail, advice))
     return problems, [fqn for fqn in unexpected if fqn not in lost]
 
 
-def common_glob(fqn: str, affected: Sequence[str], others: Collection[str]) -> str:
+def _common_glob(fqn: str, affected: Sequence[str], others: Collection[str]) -> str:
     """The widest ``prefix.*`` around a key, within its component, that matches affected keys only."""
     glob, prefix = fqn, fqn
     while "." in prefix:

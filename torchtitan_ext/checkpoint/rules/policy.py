@@ -73,12 +73,9 @@ class ElasticPolicy:
         self.strict: Strict = strict
         self.unexpected: Strict = unexpected
 
-    def with_actions(self, actions: Mapping[str, Action], *, strict: Strict | None = None) -> ElasticPolicy:
-        """The same policy with these actions, and another ``strict`` where it is given."""
-        unexpected = self.unexpected if strict is None or self.unexpected != self.strict else strict
-        return ElasticPolicy(
-            actions, default=self.default, strict=self.strict if strict is None else strict, unexpected=unexpected
-        )
+    def with_actions(self, actions: Mapping[str, Action]) -> ElasticPolicy:
+        """The same policy with these actions."""
+        return ElasticPolicy(actions, default=self.default, strict=self.strict, unexpected=self.unexpected)
 
     def component_action(self, component: str) -> Action:
         """What to do with a top-level entry of a state dict."""

@@ -1,5 +1,4 @@
-"""One report of what a load will do with each component, why it is refused, and how it would succeed: the same on
-every rank.
+"""One report of what a load will do with each component, and why it is refused: the same on every rank.
 
 The coordinator makes it, by pure functions, from the ranks' requests and the metadata of the checkpoint.
 """
@@ -18,7 +17,6 @@ from torchtitan_ext._core import OptionGaps, find_option_gaps
 from torchtitan_ext.checkpoint.rules.data_positions import position_problems
 from torchtitan_ext.checkpoint.rules.load_rules import MODEL, UNTOUCHED, ComponentPlan, JointRequest, component_of
 from torchtitan_ext.checkpoint.rules.missing_keys import (
-    common_glob,
     fresh_optimizers,
     is_read_before,
     missing_problems,
@@ -33,15 +31,12 @@ from torchtitan_ext.checkpoint.rules.missing_keys import (
 )
 from torchtitan_ext.checkpoint.rules.policy import BY_DEFAULT, Action, ElasticPolicy
 from torchtitan_ext.checkpoint.tables.agreement import Agreement
-from torchtitan_ext.checkpoint.tables.component import PER_RANK, World, saved_world, unclaimed_problems
+from torchtitan_ext.checkpoint.tables.component import World, saved_world, unclaimed_problems
 from torchtitan_ext.errors import Problem, differing, named
 from torchtitan_ext.layout.layout import LayoutRules
 from torchtitan_ext.storage.metadata.lazy_metadata import is_saved_tensor
 
 logger = logging.getLogger(__name__)
-
-# A remedy with more globs becomes strict="ignore".
-_MAX_GLOBS = 20
 
 NO_TENSOR = "it is no tensor, here or in the checkpoint"
 """Why a value is not proved."""
@@ -126,7 +121,6 @@ class LoadReport:
         tied: Keys of the state dict that the checkpoint lacks and that are one memory with a loaded key, by that key.
         unused: Names in the policy that match nothing in state dict or checkpoint: perhaps misspelt.
         problems: Why the load is refused; empty where it is not.
-        remedy_policy: The policy under which the load would succeed, where there is one.
         proof: What was compared with the fingerprints of the save, if the load was told to prove.
         sharing: How ranks got what several of them want, where they were to share it (``share_reads``).
         padded: What transforms make with elements that no checkpoint has (``transforms.pad``).
@@ -139,36 +133,10 @@ class LoadReport:
     unexpected: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
-    remedy_policy: ElasticPolicy | None = None
     proof: LoadProof | None = None
     sharing: ReadSharing | None = None
     tied: Mapping[str, str] = field(default_factory=dict)
     padded: tuple[str, ...] = ()
-
-    @property
-    def remedy(self) -> str:
-        """``remedy_policy`` as the call that makes it; empty where there is none."""
-        return "" if self.remedy_policy is None else repr(self.remedy_policy)
-
-    @property
-    def way_on(self) -> str:
-        """The last lines of a refusal: how to load all the same, and what is lost then. Integrations say it in their
-        users' terms."""
-        if self.remedy_policy is None:
-            return ""
-        actions = self.remedy_policy.actions
-        reset = [name for name, action in actions.items() if action == "reset"]
-        omitted = [name for name, action in actions.items() if action == "omit"]
-        lost = [f"what this run has made of {named(reset)} stays"] if reset else []
-        lost += [f"what was saved of {named(omitted)} is lost to this run"] if omitted else []
-        unfit = [problem.fqn for problem in self.problems if problem.kind == "policy_name"]
-        lost += [f"nothing is done about {named(unfit)}"] if unfit else []
-        casts = any(problem.remedy is not None and problem.remedy.option == "cast" for problem in self.problems)
-        lost += ["values are rounded"] if casts else []
-        strict = self.remedy_policy.strict
-        lost += [] if strict == "error" else ["keys on one side only are passed over"]
-        also = ", cast='allow'" if casts else ""
-        return f"To go on without these: policy={self.remedy}{also}\n  then {'; '.join(lost)}"
 
     def __str__(self) -> str:
         widths = [max((len(line.name) for line in self.components), default=0), max(map(len, ("reshard", "action")))]
@@ -247,7 +215,6 @@ def build_report(
         tuple(unexpected),
         tuple(unused),
         tuple(problems),
-        find_remedy(problems, policy, components, wanted),
         tied=joint.tied,
     )
     return report, warned
@@ -332,61 +299,7 @@ def _component_lines(
     return tuple(lines)
 
 
-def find_remedy(
-    problems: Sequence[Problem],
-    policy: ElasticPolicy,
-    components: Mapping[str, ComponentPlan],
-    wanted: Collection[str],
-) -> ElasticPolicy | None:
-    """The policy under which the load would succeed without what is refused; ``None`` where no policy helps.
-
-    None of its globs matches a key that is ``wanted``.
-    """
-    missing = [problem.fqn for problem in problems if problem.kind == "missing_key"]
-    unexpected = [problem.fqn for problem in problems if problem.kind == "unexpected_key"]
-    # Each glob costs a pass over all keys.
-    is_long = len(missing) + len(unexpected) > _MAX_GLOBS
-    actions: dict[str, Action] = {}
-    for problem in problems:
-        name = component_of(problem.fqn, components, is_tensor=True)
-        if problem.kind == "policy_name":
-            continue
-        if problem.remedy is not None and problem.remedy.option == "optimizer_state":
-            return None  # a policy would only leave out what the run needs
-        if problem.kind == "cannot_reshard" and problem.fqn in policy.actions:
-            actions[problem.fqn] = "reset"
-        elif problem.kind == "cannot_reshard" and problem.fqn != name:
-            actions[f"{problem.fqn}.*"] = "reset"
-        elif problem.kind in ("cannot_reshard", "unclaimed_keys") or PER_RANK.search(problem.fqn):
-            actions[name] = "reset"
-        elif problem.kind in ("wrong_shape", "wrong_type"):
-            actions[problem.fqn] = "reset"
-        elif problem.kind == "missing_key" and not is_long:
-            actions[common_glob(problem.fqn, missing, wanted)] = "reset"
-        elif problem.kind == "unexpected_key" and not is_long:
-            actions[common_glob(problem.fqn, unexpected, wanted)] = "omit"
-        elif problem.kind not in ("missing_key", "unexpected_key") and problem.remedy is None:
-            return None
-    whole = {name for name, action in actions.items() if name in components}
-    actions = {
-        glob: action
-        for glob, action in actions.items()
-        if glob in whole or component_of(glob, components, is_tensor=True) not in whole
-    }
-    unfit = {problem.fqn for problem in problems if problem.kind == "policy_name"}
-    if not actions and not is_long and not unfit:
-        return None
-    strict = "ignore" if is_long else policy.strict
-    # A glob would win over a component.
-    kept = {
-        name: action
-        for name, action in policy.actions.items()
-        if name not in unfit and not any(name.startswith(f"{component}.") for component in whole)
-    }
-    return policy.with_actions({**actions, **kept, **actions}, strict=strict)
-
-
-def join_reports(reports: Sequence[tuple[str, LoadReport]], policy: ElasticPolicy) -> LoadReport:
+def join_reports(reports: Sequence[tuple[str, LoadReport]]) -> LoadReport:
     """One report for a load from several checkpoints, by the name and the report of each."""
     (_, first), *others = reports
     if not others:
@@ -406,25 +319,8 @@ def join_reports(reports: Sequence[tuple[str, LoadReport]], policy: ElasticPolic
         tuple(fqn for _, report in reports for fqn in report.unexpected),
         tuple(name for name in first.unused if all(name in report.unused for _, report in others)),
         tuple(problem for _, report in reports for problem in report.problems),
-        joined_remedy([report.remedy_policy for _, report in reports if report.problems], policy),
         tied={fqn: first for _, report in reports for fqn, first in report.tied.items()},
     )
-
-
-def joined_remedy(remedies: Sequence[ElasticPolicy | None], policy: ElasticPolicy) -> ElasticPolicy | None:
-    """One policy with the changes of all remedies; ``None`` where one of them is missing."""
-    known = [remedy for remedy in remedies if remedy is not None]
-    if not known or len(known) < len(remedies):
-        return None
-    changes = {
-        name: action
-        for remedy in known
-        for name, action in remedy.actions.items()
-        if policy.actions.get(name) != action
-    }
-    kept = {name: policy.actions[name] for name in policy.actions if all(name in remedy.actions for remedy in known)}
-    strict = next((remedy.strict for remedy in known if remedy.strict != policy.strict), policy.strict)
-    return policy.with_actions({**changes, **kept, **changes}, strict=strict)
 
 
 def warn_of_leftovers(report: LoadReport, policy: ElasticPolicy) -> None:

@@ -54,14 +54,14 @@ class DryRun:
         return self.save.problems if self.load is None else self.load.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as plain values; the report of a load becomes its text and its remedy."""
+        """The result as plain values; the report of a load becomes its text."""
         save = dataclasses.asdict(self.save)
         del save["report"]
         load = None
         if self.load is not None:
             report = self.load.report
             load = dataclasses.asdict(dataclasses.replace(self.load, report=None))
-            load["report"] = None if report is None else {"text": str(report), "remedy": report.remedy}
+            load["report"] = None if report is None else {"text": str(report)}
         world = {"size": self.world.size, "mesh": dict(self.world.mesh)}
         return {"world": world, "save": save, "load": load, "notes": list(self.notes)}
 
