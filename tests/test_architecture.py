@@ -68,7 +68,7 @@ INNER_ROWS = {
     "elastic": [{"own_share"}, {"data", "schedule", "rng", "train_state"}, {""}],
     "offline": [
         {"amounts", "sources", "workers", "placement_rules"},
-        {"boxes", "mapped_files", "foreign"},
+        {"boxes", "mapped_files"},
         {"selection", "torch_boxes"},
         {"compare", "dry_run", "rewrite"},
         {""},

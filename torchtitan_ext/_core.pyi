@@ -50,24 +50,6 @@ def format_placements(placements: Sequence[tuple[int, int]]) -> str:
 
 def format_mesh(shape: Sequence[int], names: Sequence[str] | None) -> str: ...
 
-class FlatBox:
-    """A box of a tensor in a flat partition: see csrc/core/flat_partitions.h."""
-
-    @property
-    def offsets(self) -> _Sizes: ...
-    @property
-    def sizes(self) -> _Sizes: ...
-    @property
-    def partition(self) -> int: ...
-    @property
-    def position(self) -> int: ...
-
-def joined_boxes(shapes: Sequence[Sequence[int]], gaps: Sequence[int], lengths: Sequence[int]) -> list[list[FlatBox]]:
-    """The boxes of each tensor where partitions of these lengths, joined, hold one tensor behind the other."""
-
-def dealt_boxes(shapes: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[FlatBox]]:
-    """The boxes of each tensor where each partition holds an equal part of each tensor in turn."""
-
 class TruePlace:
     """A box of a tensor and who has it: see csrc/core/noted_parts.h."""
 
@@ -791,8 +773,6 @@ class StoredTensor:
     def sizes(self) -> _Sizes: ...
     @property
     def strides(self) -> _Sizes: ...
-    @property
-    def is_row_major(self) -> bool: ...
     @property
     def data_offset(self) -> int: ...
     @property

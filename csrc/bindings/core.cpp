@@ -31,7 +31,6 @@
 #include "core/boxes.h"
 #include "core/chunk.h"
 #include "core/cover.h"
-#include "core/flat_partitions.h"
 #include "core/flat_parts.h"
 #include "core/memory.h"
 #include "core/noted_parts.h"
@@ -179,21 +178,6 @@ PYBIND11_MODULE(_core, module) {
       "Layouts, cover and plans over plain values, and files; see csrc/core and csrc/storage for the definitions.";
   module.def("why_no_part", &why_no_part_py, py::arg("offset"), py::arg("num_bytes"), py::arg("item_bytes"),
              py::arg("sizes"), py::arg("buffer_bytes"));
-  py::class_<FlatBox>(module, "FlatBox", "A box of a tensor in a flat partition: see csrc/core/flat_partitions.h.")
-      .def_property_readonly("offsets", [](const FlatBox& box) { return to_tuple(box.offsets); })
-      .def_property_readonly("sizes", [](const FlatBox& box) { return to_tuple(box.sizes); })
-      .def_readonly("partition", &FlatBox::partition)
-      .def_readonly("position", &FlatBox::position);
-  module.def(
-      "joined_boxes",
-      [](const std::vector<Sizes>& shapes, const Sizes& gaps, const Sizes& lengths) {
-        return joined_boxes(shapes, gaps, lengths);
-      },
-      py::arg("shapes"), py::arg("gaps"), py::arg("lengths"));
-  module.def(
-      "dealt_boxes",
-      [](const std::vector<Sizes>& shapes, const Sizes& lengths) { return dealt_boxes(shapes, lengths); },
-      py::arg("shapes"), py::arg("lengths"));
   py::class_<TruePlace>(module, "TruePlace", "A box of a tensor and who has it: see csrc/core/noted_parts.h.")
       .def_property_readonly("offsets", [](const TruePlace& place) { return to_tuple(place.offsets); })
       .def_property_readonly("sizes", [](const TruePlace& place) { return to_tuple(place.sizes); })

@@ -564,8 +564,6 @@ void define_tensors(py::module_& module) {
       .def_readonly("dtype", &PlainTensor::dtype)
       .def_property_readonly("sizes", [](const PlainTensor& self) { return to_tuple(self.sizes); })
       .def_property_readonly("strides", [](const PlainTensor& self) { return to_tuple(self.strides); })
-      .def_property_readonly("is_row_major",
-                             [](const PlainTensor& self) { return self.strides == capped_strides(self.sizes); })
       .def("shape_defect", &shape_defect, py::arg("dtype"), py::arg("sizes"))
       .def_readonly("data_offset", &PlainTensor::data_offset)
       .def_readonly("item_bytes", &PlainTensor::item_bytes);

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from torchtitan_ext.offline.compare import diff as diff
     from torchtitan_ext.offline.compare import fingerprints as fingerprints
     from torchtitan_ext.offline.dry_run import run as run
-    from torchtitan_ext.offline.foreign import misdescribed as misdescribed
     from torchtitan_ext.offline.rewrite import convert as convert
     from torchtitan_ext.offline.rewrite import merge as merge
+    from torchtitan_ext.offline.rewrite import misdescribed as misdescribed
     from torchtitan_ext.offline.rewrite import reshard as reshard
     from torchtitan_ext.transforms import rules as rules
 _MODULES = (
@@ -36,7 +36,7 @@ _MODULES = (
     "offline.compare.diff",
     "offline.compare.fingerprints",
     "offline.dry_run.run",
-    "offline.foreign.misdescribed",
+    "offline.rewrite.misdescribed",
     "offline.rewrite.convert",
     "offline.rewrite.merge",
     "offline.rewrite.reshard",

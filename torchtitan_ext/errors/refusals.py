@@ -139,10 +139,6 @@ HEADINGS_OF_OPERATIONS: dict[str, dict[ProblemKind, str]] = {
         "missing_key": "Keys that some source does not have",
         "wrong_dtype": "Dtypes that differ, or have no mean",
     },
-    "open": {
-        "broken_checkpoint": "Files and tensors that cannot be known",
-        "cannot_reshard": "What cannot leave the world that saved it",
-    },
     "recover": {
         "partial_placement": "Partial tensors cannot be sent or filled",
         "unsupported_tensor": "Tensors that cannot be sent or filled",

@@ -12,7 +12,6 @@ from operator import mul
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._subclasses import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -197,15 +196,6 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return root
 
 
-def mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
-    """The global ranks of a mesh, row-major. Without a process group, which of several slices a mesh is says the rank
-    that saved it."""
-    if dist.is_initialized() or not hasattr(mesh, "_rank_map"):
-        return tuple(mesh.mesh.flatten().tolist())
-    slices = mesh._layout.remap_to_tensor(mesh._rank_map)
-    return tuple(mesh._get_mesh_tensor_from_full_mesh(slices, mesh._rank).flatten().tolist())
-
-
 def is_on_mesh(tensor: torch.Tensor) -> bool:
     """Whether this rank holds a part: false only for a DTensor whose mesh this rank is not on."""
     return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
@@ -287,7 +277,7 @@ class Describer:
             names = mesh.mesh_dim_names
             layout = MeshLayout(
                 shape=tuple(mesh.shape),
-                ranks=mesh_ranks(mesh),
+                ranks=tuple(mesh.mesh.flatten().tolist()),
                 dim_names=None if names is None else tuple(names),
             )
             known = next((other for _, other in self._meshes.values() if other == layout), layout)

@@ -18,7 +18,7 @@ from torchtitan_ext import _core
 from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError, Remedy, refusal
 from torchtitan_ext.storage.checkpoint_files import Record
 from torchtitan_ext.storage.commit.opened import Footers
-from torchtitan_ext.storage.formats.detect import foreign_at, format_of
+from torchtitan_ext.storage.formats.detect import format_of
 from torchtitan_ext.storage.formats.plain_files import PlainFiles
 from torchtitan_ext.storage.formats.safetensors_files import find_safetensors
 from torchtitan_ext.storage.location import Location, Place, place_at
@@ -30,8 +30,7 @@ from torchtitan_ext.storage.objects.opened import Opened
 
 
 def open_source(path: str | os.PathLike[str], *, weights_only: bool = True) -> DcpSource | PlainFiles:
-    """Opens a checkpoint of DCP, of ours, of Hugging Face's safetensors (a file or a directory), of ``torch.save``, or
-    of a kind of ``foreign``.
+    """Opens a checkpoint of DCP, of ours, of Hugging Face's safetensors (a file or a directory), or of ``torch.save``.
 
     Args:
         weights_only: Refuse values that are more than plain data. If false, they are unpickled, which runs the code
@@ -40,15 +39,9 @@ def open_source(path: str | os.PathLike[str], *, weights_only: bool = True) -> D
     Raises:
         UnknownFormatError: The path holds none of these formats.
         DamagedCheckpointError: The metadata, headers or archive are damaged.
-        StateRefusedError: (a subclass) Files of a foreign checkpoint are missing, or do not say what they hold.
         OSError: The path does not exist or cannot be read.
     """
     place = place_at(path)
-    foreign = None if isinstance(place, Location) else foreign_at(place)
-    if foreign is not None:
-        reader = importlib.import_module(f"torchtitan_ext.offline.foreign.{foreign[0]}")
-        opened: DcpSource | PlainFiles = reader.read(foreign[1], weights_only=weights_only)
-        return opened
     kind = format_of(place)
     if kind == "dcp" or isinstance(place, Location):
         return DcpSource(place, weights_only=weights_only)

@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import fnmatch
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan_ext._core import ChunkSummary, KeySummary
@@ -100,11 +98,3 @@ class Contents:
 def bytes_of(dtype: str, sizes: Sequence[int], stored_bytes: int) -> int:
     """The size of a tensor's elements; for a dtype that is no plain memory the size of its records."""
     return num_bytes_of(dtype, sizes) if dtype in ITEM_BYTES else stored_bytes
-
-
-def size_of(path: Path) -> int | None:
-    """The size of a file; ``None`` if there is no such file."""
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return None

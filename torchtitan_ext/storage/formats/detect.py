@@ -34,13 +34,6 @@ _HEAD_BYTES = 4096
 
 _MAX_NAMED = 8
 
-Foreign = Literal["deepspeed", "universal", "rank_files", "torch_dist"]
-"""Kinds of checkpoints of other libraries: ZeRO 1, 2 and 3 of DeepSpeed, its universal ones, a file of ``torch.save``
-per rank, Megatron-Core's form of DCP."""
-
-# Endings that files of torch.save have.
-_TORCH_NAME = re.compile(r".*\.(pt|pth|bin|ckpt)")
-
 
 def format_of(path: str | os.PathLike[str]) -> Format:
     """The format of the checkpoint at a path, which may be damaged. Reads only names, or the first bytes of a file.
@@ -75,24 +68,6 @@ def format_of(path: str | os.PathLike[str]) -> Format:
     raise UnknownFormatError(str(place), "the file begins as none of safetensors or torch.save does")
 
 
-def foreign_at(path: Path) -> tuple[Foreign, Path] | None:
-    """Kind and directory of the foreign checkpoint at a path, by names alone: the path itself, or in a save directory
-    of DeepSpeed the tag that its file ``latest`` names."""
-    if not path.is_dir():
-        return None
-    names = os.listdir(path)
-    if {".metadata", "metadata.json"}.issubset(names):
-        return "torch_dist", path
-    if any(name.endswith("_states.pt") for name in names):
-        return "universal" if (path / "zero").is_dir() else "deepspeed", path
-    for name in ("latest", "latest_universal"):
-        if (path / name).is_file():
-            tag = path / (path / name).read_text(errors="replace").strip()
-            return foreign_at(tag) if tag.parent == path else None
-    is_each_a_file = all(_TORCH_NAME.fullmatch(name) and (path / name).is_file() for name in names)
-    return ("rank_files", path) if names and is_each_a_file else None
-
-
 def _is_torch_archive(head: bytes) -> bool:
     """Whether a zip archive begins with ``data.pkl``, as archives of ``torch.save`` do."""
     name_bytes = int.from_bytes(head[26:28], "little")
@@ -119,8 +94,6 @@ def how_to_load(path: Path) -> str | None:
     except FileNotFoundError:
         return _not_there(path)
     except UnknownFormatError as error:
-        if (foreign := foreign_at(path)) is not None:
-            return f"is a foreign checkpoint ({foreign[0]}), which no load of a job reads; {_convert(path)}"
         steps = sorted(number for number, is_finished in find_steps(path).items() if is_finished)
         if (latest := latest_path(path)) is not None:
             return (

@@ -11,7 +11,7 @@ import io
 import mmap
 import pickle
 import zipfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +70,8 @@ def describe_torch(path: Path, *, unsafe_unpickle: bool = False) -> Contents:
     )
 
 
-def load_file(
-    path: Path, *, weights_only: bool, map_location: str, allow_classes: Collection[Callable[..., Any]] = ()
-) -> Any:
+def _load_file(path: Path, *, weights_only: bool, map_location: str) -> Any:
     """The value in a file of ``torch.save``, with its tensors on a device.
-
-    Args:
-        allow_classes: As for ``read_value``.
 
     Raises:
         DamagedCheckpointError: The file cannot be read.
@@ -84,7 +79,7 @@ def load_file(
         UnsafePickleError: The pickle names something that is not plain data.
     """
     try:
-        return read_value(path, weights_only=weights_only, map_location=map_location, allow_classes=allow_classes)
+        return read_value(path, weights_only=weights_only, map_location=map_location)
     except NotPlainError as error:
         raise UnsafePickleError(str(path), f"it names {error.found}") from None
     except ValueError as error:
@@ -125,10 +120,10 @@ def read_torch_file(path: Path, *, weights_only: bool) -> PlainFiles:
         with_data = _load(path, weights_only, "cpu").values
         values = {fqn: with_data[fqn] for fqn in values}
     places = {fqn: [((0,) * flat.values[fqn].dim(), record)] for fqn, record in tensors.items()}
-    return PlainFiles(path, places, values, flat.stock_paths, saved_value)
+    return PlainFiles(path, places, values, flat.stock_paths, _saved)
 
 
-def saved_value(value: Any) -> npt.NDArray[np.uint8]:
+def _saved(value: Any) -> npt.NDArray[np.uint8]:
     """The bytes of a value as ``torch.save`` writes it."""
     stream = io.BytesIO()
     torch.save(value, stream)
@@ -209,9 +204,9 @@ def _load_on_meta(path: Path, unsafe_unpickle: bool) -> Any:
     if is_zip:
         find_entries(path)  # torch crashes on the meta device if the numbers have another byte order
     try:
-        return load_file(path, weights_only=not unsafe_unpickle, map_location="meta")
+        return _load_file(path, weights_only=not unsafe_unpickle, map_location="meta")
     except SparseOnMetaError:
-        return load_file(path, weights_only=not unsafe_unpickle, map_location="cpu")
+        return _load_file(path, weights_only=not unsafe_unpickle, map_location="cpu")
 
 
 def _begins_as_zip(path: Path) -> bool:
@@ -247,7 +242,7 @@ def _chunk(key: KeySummary, name: str) -> ChunkSummary:
 
 
 def _load(path: Path, weights_only: bool, location: str) -> FlatStateDict:
-    state = load_file(path, weights_only=weights_only, map_location=location)
+    state = _load_file(path, weights_only=weights_only, map_location=location)
     if not isinstance(state, Mapping):
         raise DamagedCheckpointError(f"{path} holds a {type(state).__name__}, expected a state dict")
     return flat_form(path, state)
@@ -256,15 +251,11 @@ def _load(path: Path, weights_only: bool, location: str) -> FlatStateDict:
 def _records_of(flat: FlatStateDict, path: Path, entries: Mapping[str, tuple[int, int]]) -> dict[str, Record]:
     """Where the tensors of a file lie, which were loaded onto the meta device; ``entries`` of its archive."""
     sizes = dict(entries.values())
-    return {fqn: record_of(one, path, sizes) for fqn, one in flat.values.items() if isinstance(one, torch.Tensor)}
+    return {fqn: _record_of(one, path, sizes) for fqn, one in flat.values.items() if isinstance(one, torch.Tensor)}
 
 
-def record_of(tensor: torch.Tensor, path: Path, sizes: Mapping[int, int]) -> Record:
-    """Where a tensor on the meta device lies in the file; ``sizes`` of the entries by their first bytes.
-
-    Raises:
-        DamagedCheckpointError: The tensor is no plain memory, or ends behind its storage.
-    """
+def _record_of(tensor: torch.Tensor, path: Path, sizes: Mapping[int, int]) -> Record:
+    """Where a tensor on the meta device lies in the file; ``sizes`` of the entries by their first bytes."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None) if is_plain else None
     if begin is None or tensor.dtype not in NAMES or tensor.is_conj() or tensor.is_neg():

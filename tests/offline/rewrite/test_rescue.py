@@ -11,22 +11,50 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import warm_processes
-from test_foreign_layouts import differing_keys
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import torchtitan_ext as tte
 from torchtitan_ext.errors import DamagedCheckpointError, ReshardError, WrongValueError
 from torchtitan_ext.layout.layout import local_shard
-from torchtitan_ext.offline.foreign.misdescribed import RescuedFiles
 from torchtitan_ext.offline.rewrite.convert import convert
+from torchtitan_ext.offline.rewrite.misdescribed import RescuedFiles
 from torchtitan_ext.offline.selection import Selection
 
 RunWorld = Callable[..., list[Any]]
+
+LAYOUTS: list[tuple[tuple[int, ...], list[Any]]] = [
+    ((3,), [Shard(0)]),
+    ((2, 2), [Shard(0), Shard(1)]),
+    ((2, 2), [Replicate(), Shard(0)]),
+]
+
+
+def differing_keys(rank: int, world_size: int, path: Path, expected: dict[str, torch.Tensor]) -> list[str]:
+    """Loads the tensors of a checkpoint onto the layouts of this world's size; the keys that are not as expected."""
+    wrong = []
+    for number, (shape, placements) in enumerate(LAYOUTS):
+        if torch.Size(shape).numel() != world_size:
+            continue
+        mesh = dist.init_device_mesh("cpu", shape)
+        state = {}
+        for key, value in expected.items():
+            fitting = [one if getattr(one, "dim", 0) < value.dim() else Replicate() for one in placements]
+            state[key] = tte.full.distribute_tensor(torch.zeros_like(value), mesh, fitting)
+        tte.load(state, path)
+        for key, value in expected.items():
+            found = tte.full.full_tensor(state[key])
+            if found.dtype != value.dtype or not torch.equal(_bytes(found), _bytes(value)):
+                wrong.append(f"{key} on layout {number}")
+    return wrong
+
+
+def _bytes(value: torch.Tensor) -> torch.Tensor:
+    return value.contiguous().reshape(-1).view(torch.uint8)
 
 
 def save_by_stock(rank: int, world_size: int, path: Path, rows: int) -> dict[str, torch.Tensor]:
