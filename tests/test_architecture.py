@@ -22,12 +22,12 @@ ROWS = [
     {"transforms"},
     {"checkpoint", "sync"},
     {"full", "fingerprints"},
-    {"transfer"},
+    {"transfer", "weights"},
     {"delta"},
     {"elastic", "runs"},
     {"integrations"},
     {"offline"},
-    {"cli", "weights"},
+    {"cli"},
     {"__init__", "__main__", "run"},
 ]
 

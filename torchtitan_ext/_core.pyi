@@ -664,25 +664,6 @@ class ReadList:
 def has_cast(stored_dtype: str, dtype: str) -> bool:
     """Whether ``add_box`` casts elements of a dtype to another one."""
 
-class WeightedSums:
-    """Sums of the elements of places in memory times weights. After ``begin``, for each summand: fill the places, then
-    ``add``; at last ``round``. Sums are in float32, or in float64 for elements of 64 bits and if that is asked for.
-    """
-
-    def __init__(self, in_float64: bool) -> None: ...
-    def begin(self, places: Sequence[tuple[int, int, str]], /) -> None:
-        """Takes address, bytes and dtype of each place.
-
-        Raises:
-            ValueError: There are no sums of a dtype.
-        """
-    def add(self, weight: float, /) -> None: ...
-    def round(self) -> list[tuple[int, float]]:
-        """Rounds the sums into the places. Returns the places in which a finite sum became infinite, and such a sum."""
-
-def has_weighted_sum(dtype: str, /) -> bool:
-    """Whether ``WeightedSums`` knows a dtype."""
-
 class PackedRuns:
     """What a rank sends to those that write the files: memory that lives as long as this.
 

@@ -30,7 +30,6 @@
 #include "storage/run_writer.h"
 #include "storage/shared_files.h"
 #include "storage/tensor_record.h"
-#include "storage/weighted_sums.h"
 
 namespace py = pybind11;
 
@@ -472,20 +471,6 @@ void define_reader(py::module_& module) {
       py::arg("stored_dtype"), py::arg("dtype"));
 }
 
-void define_sums(py::module_& module) {
-  py::class_<WeightedSums>(module, "WeightedSums")
-      .def(py::init<bool>(), py::arg("in_float64"))
-      .def("begin",
-           [](WeightedSums& self, const std::vector<std::tuple<uintptr_t, int64_t, std::string>>& places) {
-             std::vector<SumPlace> sized;
-             for (const auto& [address, num_bytes, dtype] : places) sized.push_back({address, num_bytes, dtype});
-             self.begin(sized);
-           })
-      .def("add", &WeightedSums::add, Unlocked())
-      .def("round", &WeightedSums::round, Unlocked());
-  module.def("has_weighted_sum", [](const std::string& dtype) { return find_weighted_sum(dtype, true) != nullptr; });
-}
-
 // What reads a record for find_tensor: its first and last bytes by one call each, which is all that a tensor needs.
 class RecordFile {
  public:
@@ -596,7 +581,6 @@ void define_storage(py::module_& module) {
   define_ledger(module);
   define_reader(module);
   define_run_writer(module);
-  define_sums(module);
   define_tensors(module);
   module.def("frame_tensor", [](const ElementType& type, const Sizes& sizes, int64_t record_offset, int64_t alignment) {
     const RecordFrame frame = frame_tensor(type, sizes, record_offset, alignment);

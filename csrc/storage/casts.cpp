@@ -33,12 +33,4 @@ const Cast* find_cast(std::string_view src_dtype, std::string_view dst_dtype) {
   return &table().casts[src][dst - kFirstTarget];
 }
 
-const WeightedSum* find_weighted_sum(std::string_view dtype, bool in_float64) {
-  if (dtype == "complex64") dtype = "float32";
-  if (dtype == "complex128") dtype = "float64";
-  const std::ptrdiff_t place = std::ranges::find(kDtypes, dtype) - std::begin(kDtypes);
-  if (place == std::ssize(kDtypes) || place < kFirstTarget) return nullptr;
-  return &table().sums[place - kFirstTarget][in_float64 || dtype == "float64" ? 1 : 0];
-}
-
 }  // namespace torchtitan_ext::storage

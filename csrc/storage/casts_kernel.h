@@ -1,11 +1,10 @@
-// The casts and sums of a CastTable, compiled once per instruction set: all is static here. Nothing branches on an
-// element, so that the compiler makes vectors of the loops; baseline x86-64 has no instruction for float16.
+// The casts of a CastTable, compiled once per instruction set: everything is static here. Nothing branches on an element,
+// so that the compiler makes vectors of the loops; baseline x86-64 has no instruction for float16.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
 
 #include "storage/casts.h"
 
@@ -144,85 +143,17 @@ constexpr Cast cast_of() {
   return {sizeof(typename From::Element), sizeof(typename To::Element), &cast<From, To>, &number<From>};
 }
 
-// A float32 that rounds to a shorter float as the float64 itself would: of the two next to it, the one with an odd
-// fraction, unless one of them is equal. A cast by way of the nearest one would round twice.
-inline float odd_float(double value) {
-  const auto near = static_cast<float>(value);
-  const double back = near;
-  const uint32_t toward_zero = bits_of(near) - (std::fabs(back) > std::fabs(value) ? 1 : 0);
-  return float_of(back == value ? bits_of(near) : toward_zero | 1);
-}
-
-template <typename From, typename Sum>
-void add_weighted(char* __restrict sums, const char* __restrict src, int64_t count, double weight, bool is_first) {
-  constexpr int64_t kSrc = sizeof(typename From::Element), kSum = sizeof(Sum);
-  const auto factor = static_cast<Sum>(weight);
-  const auto product = [&](int64_t index) {
-    if constexpr (std::is_same_v<Sum, double>) return factor * number<From>(src + index * kSrc);
-    return factor * From::decoded(load<typename From::Element>(src + index * kSrc));
-  };
-  for (int64_t index = 0; is_first && index < count; ++index) {  // not 0 + product: that would lose the sign of -0
-    const Sum sum = product(index);
-    std::memcpy(sums + index * kSum, &sum, sizeof(sum));
-  }
-  for (int64_t index = 0; !is_first && index < count; ++index) {
-    const Sum sum = load<Sum>(sums + index * kSum) + product(index);
-    std::memcpy(sums + index * kSum, &sum, sizeof(sum));
-  }
-}
-
-template <typename To, typename Sum>
-const char* round_sums(char* __restrict dst, const char* __restrict sums, int64_t count) {
-  constexpr int64_t kDst = sizeof(typename To::Element), kSum = sizeof(Sum);
-  if constexpr (std::is_same_v<Sum, typename To::Element>) {
-    std::memcpy(dst, sums, static_cast<size_t>(count * kSum));
-    return nullptr;
-  } else {
-    const auto narrowed = [&](int64_t index) {
-      const auto sum = load<Sum>(sums + index * kSum);
-      if constexpr (std::is_same_v<Sum, double> && To::kRange < Float32::kRange) return odd_float(sum);
-      return static_cast<float>(sum);
-    };
-    uint32_t is_infinite = 0;
-    for (int64_t index = 0; index < count; ++index) {
-      const float value = narrowed(index);
-      is_infinite |= (bits_of(value) & 0x7fffffff) >= To::kInfinite;
-      const typename To::Element element = To::encoded(value);
-      std::memcpy(dst + index * kDst, &element, sizeof(element));
-    }
-    for (int64_t index = 0; is_infinite != 0 && index < count; ++index) {
-      const bool is_finite = std::isfinite(load<Sum>(sums + index * kSum));
-      if (is_finite && (bits_of(narrowed(index)) & 0x7fffffff) >= To::kInfinite) return sums + index * kSum;
-    }
-    return nullptr;
-  }
-}
-
-template <typename Type, typename Sum>
-constexpr WeightedSum sum_of() {
-  using SumType = std::conditional_t<std::is_same_v<Sum, double>, Float64, Float32>;
-  return {sizeof(typename Type::Element), sizeof(Sum), &add_weighted<Type, Sum>, &round_sums<Type, Sum>,
-          &number<SumType>};
-}
-
-// In the order of the names in casts.cpp. What needs no cast is left empty; sums of float64 in float32 are not made.
-constexpr CastTable kCasts{
-    {
-        {cast_of<Float8E4M3, Float16>(), cast_of<Float8E4M3, BFloat16>(), cast_of<Float8E4M3, Float32>(),
-         cast_of<Float8E4M3, Float64>()},
-        {cast_of<Float8E5M2, Float16>(), cast_of<Float8E5M2, BFloat16>(), cast_of<Float8E5M2, Float32>(),
-         cast_of<Float8E5M2, Float64>()},
-        {Cast{}, cast_of<Float16, BFloat16>(), cast_of<Float16, Float32>(), cast_of<Float16, Float64>()},
-        {cast_of<BFloat16, Float16>(), Cast{}, cast_of<BFloat16, Float32>(), cast_of<BFloat16, Float64>()},
-        {cast_of<Float32, Float16>(), cast_of<Float32, BFloat16>(), Cast{}, cast_of<Float32, Float64>()},
-        {cast_of<Float64, Float16>(), cast_of<Float64, BFloat16>(), cast_of<Float64, Float32>(), Cast{}},
-    },
-    {
-        {sum_of<Float16, float>(), sum_of<Float16, double>()},
-        {sum_of<BFloat16, float>(), sum_of<BFloat16, double>()},
-        {sum_of<Float32, float>(), sum_of<Float32, double>()},
-        {WeightedSum{}, sum_of<Float64, double>()},
-    }};
+// In the order of the names in casts.cpp. What needs no cast is left empty.
+constexpr CastTable kCasts{{
+    {cast_of<Float8E4M3, Float16>(), cast_of<Float8E4M3, BFloat16>(), cast_of<Float8E4M3, Float32>(),
+     cast_of<Float8E4M3, Float64>()},
+    {cast_of<Float8E5M2, Float16>(), cast_of<Float8E5M2, BFloat16>(), cast_of<Float8E5M2, Float32>(),
+     cast_of<Float8E5M2, Float64>()},
+    {Cast{}, cast_of<Float16, BFloat16>(), cast_of<Float16, Float32>(), cast_of<Float16, Float64>()},
+    {cast_of<BFloat16, Float16>(), Cast{}, cast_of<BFloat16, Float32>(), cast_of<BFloat16, Float64>()},
+    {cast_of<Float32, Float16>(), cast_of<Float32, BFloat16>(), Cast{}, cast_of<Float32, Float64>()},
+    {cast_of<Float64, Float16>(), cast_of<Float64, BFloat16>(), cast_of<Float64, Float32>(), Cast{}},
+}};
 
 }  // namespace
 }  // namespace torchtitan_ext::storage

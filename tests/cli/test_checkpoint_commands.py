@@ -1,4 +1,4 @@
-"""``diff``, ``reshard``, ``convert`` and ``merge`` as commands: exit codes, output, options."""
+"""``diff``, ``reshard`` and ``convert`` as commands: exit codes, output, options."""
 
 import json
 import subprocess
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import warm_processes
-from safetensors.torch import load_file
 
 import torchtitan_ext as tte
 from torchtitan_ext.cli.options import amount_of
@@ -74,14 +73,6 @@ def test_exit_codes(run_dir: Path, tmp_path: Path) -> None:
         ("reshard", run_dir / "a", tmp_path / "x", "--mesh", "dp"): (WRONG_USAGE, "expected axes and sizes"),
         ("diff", run_dir / "a", tmp_path): (UNREADABLE, "is no checkpoint"),
         ("diff", run_dir / "a", run_dir / "a", "--only", "lm_head*"): (WRONG_USAGE, "which matches no key"),
-        ("merge", run_dir / "a", run_dir / "a", "-o", run_dir / "b.pt"): (
-            WRONG_USAGE,
-            "pass --overwrite to replace it",
-        ),
-        ("merge", run_dir / "a", "--weights", 1, 2, "-o", tmp_path / "x"): (WRONG_USAGE, "got 2 weights and 1 sources"),
-        ("merge", run_dir / "a", "-o", tmp_path / "x", "--weights"): (WRONG_USAGE, "--weights"),
-        ("merge", run_dir / "a", "--weights", "much", "-o", tmp_path / "x"): (WRONG_USAGE, "--weights"),
-        ("merge", run_dir / "a", run_dir / "a"): (WRONG_USAGE, "--output"),
     }
     for arguments, (code, text) in cases.items():
         result = call(*arguments)
@@ -90,7 +81,7 @@ def test_exit_codes(run_dir: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("command", ["diff", "reshard", "convert", "merge"])
+@pytest.mark.parametrize("command", ["diff", "reshard", "convert"])
 def test_help_fits_a_screen_and_has_an_example(command: str) -> None:
     text = call(command, "--help").stdout
     assert len(text.splitlines()) <= 45
@@ -104,34 +95,6 @@ def test_what_was_cast_is_said(run_dir: Path, tmp_path: Path) -> None:
     assert done.stdout.splitlines()[1:] == ["cast to bfloat16: 1 tensor (model.w); values are rounded"]
     wrong = call("convert", run_dir / "a", tmp_path / "x", "--to", "safetensors", "--dtype", "int8")
     assert wrong.returncode == WRONG_USAGE and "'bfloat16'" in wrong.stderr
-
-
-def test_sources_are_merged_by_their_weights(run_dir: Path, tmp_path: Path) -> None:
-    tte.save({"model": {"w": torch.full((3, 4), 10.0)}, "step": 8}, tmp_path / "b")
-    sources = (run_dir / "a", tmp_path / "b")
-    mean = call(
-        "merge", *sources, "--weights", 1, 3, "-o", tmp_path / "mean", "--prefix", "model", "--to", "safetensors"
-    )
-    assert (mean.returncode, mean.stdout) == (
-        FINE,
-        f"{tmp_path / 'mean'}: 1 key, 48 B in 1 file\nweighted mean: 0.25 * {sources[0]}, 0.75 * {sources[1]}\n",
-    )
-    found = load_file(tmp_path / "mean" / "model.safetensors")
-    assert torch.equal(found["w"], torch.arange(12.0).view(3, 4) * 0.25 + 7.5)
-    refused = call("merge", *sources, "-o", tmp_path / "x", "--json")
-    assert refused.returncode == UNREADABLE and not (tmp_path / "x").exists()
-    (problem,) = json.loads(refused.stdout)["error"]["problems"]
-    assert (problem["kind"], problem["key"]) == ("sources_differ", "step") and "--others last" in problem["what"]
-    summed = call(
-        "merge", "-o", tmp_path / "sum", "--weights=1", "-0.5", "--weights", "1e-1", *sources, run_dir / "b.pt",
-        "--sum", "--others", "last", "--to", "dcp", "--accumulate", "float64", "--json",
-    )  # fmt: skip
-    report = json.loads(summed.stdout)
-    assert report["weights"] == [1, -0.5, 0.1] and report["sources"][2] == str(run_dir / "b.pt")
-    loaded = {"model": {"w": torch.zeros(3, 4)}, "step": 0}
-    tte.load(loaded, tmp_path / "sum")
-    assert loaded["step"] == 7 and loaded["model"]["w"][1, 2].isnan()
-    assert torch.allclose(loaded["model"]["w"][2], torch.arange(8.0, 12) * 1.1 - 5)
 
 
 def test_amounts_of_memory() -> None:

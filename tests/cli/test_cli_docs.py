@@ -85,7 +85,6 @@ JSON_CALLS = {
     "diff": ["outputs/checkpoint/step-100", "outputs/checkpoint/step-200", "--delta", "json/delta"],
     "reshard": ["outputs/checkpoint/step-100", "json/step-100", "--mesh", "dp_shard=4"],
     "convert": ["outputs/checkpoint/step-100", "json/exported", "--to", "safetensors"],
-    "merge": ["outputs/checkpoint/step-100", "outputs/checkpoint/step-200", "-o", "json/mean", "--only", "model.*"],
     "doctor": [],
 }
 

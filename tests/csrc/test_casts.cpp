@@ -10,7 +10,6 @@
 #include <limits>
 #include <numeric>
 #include <random>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -19,7 +18,6 @@
 #include "storage/element_types.h"
 #include "storage/file.h"
 #include "storage/run_reader.h"
-#include "storage/weighted_sums.h"
 
 namespace torchtitan_ext::storage {
 namespace {
@@ -175,103 +173,6 @@ TEST(Casts, OthersAreNotKnown) {
   EXPECT_EQ(find_cast("float32", "int32"), nullptr);
   EXPECT_EQ(find_cast("int32", "float32"), nullptr);
   EXPECT_EQ(find_cast("", ""), nullptr);
-}
-
-// The sum that a slow loop makes: each operation rounded to float32, or to float64.
-double sum_by_oracle(const std::vector<double>& values, const std::vector<double>& weights, bool in_float64) {
-  double sum = 0;
-  for (size_t index = 0; index < values.size(); ++index) {
-    const double weight = in_float64 ? weights[index] : kFloat32.nearest(weights[index]);
-    double product = weight * values[index];  // of two float32, exact in float64
-    if (!in_float64) product = kFloat32.nearest(product);
-    sum = index == 0 ? product : sum + product;
-    if (!in_float64) sum = kFloat32.nearest(sum);  // no other than one rounding would give: 53 >= 2 * 24 + 2
-  }
-  return sum;
-}
-
-TEST(WeightedSums, AreThoseOfASlowLoopAndRoundedOnceWhateverTheProcessor) {
-  std::mt19937_64 random(11);
-  for (size_t index = 0; index < kTargets.size(); ++index) {
-    const Float& type = kTargets[index];
-    std::vector<uint64_t> elements = elements_of(type);
-    const size_t count = elements.size(), item_bytes = static_cast<size_t>(type.item_bytes);
-    for (const bool in_float64 : {false, true}) {
-      if (type.name == "float64" && !in_float64) continue;
-      const std::vector<double> weights{0.3, -1.75, 0.1};
-      std::vector<std::vector<uint64_t>> summands;
-      for (size_t number = 0; number < weights.size(); ++number) {
-        std::ranges::shuffle(elements, random);
-        summands.push_back(elements);
-      }
-      for (const WeightedSum* sum :
-           {find_weighted_sum(type.name, in_float64), &kBaselineCasts.sums[index][in_float64 ? 1 : 0]}) {
-        ASSERT_EQ(sum->item_bytes, type.item_bytes);
-        ASSERT_EQ(sum->sum_bytes, in_float64 ? 8 : 4);
-        std::vector<char> sums(count * static_cast<size_t>(sum->sum_bytes) + 1), place(count * item_bytes + 1);
-        for (size_t number = 0; number < weights.size(); ++number) {
-          for (size_t at = 0; at < count; ++at) {  // from an odd address on
-            std::memcpy(&place[1 + at * item_bytes], &summands[number][at], item_bytes);
-          }
-          sum->add(sums.data() + 1, place.data() + 1, std::ssize(elements), weights[number], number == 0);
-        }
-        const char* const lost = sum->round(place.data() + 1, sums.data() + 1, std::ssize(elements));
-        const char* first_lost = nullptr;
-        for (size_t at = 0; at < count; ++at) {
-          std::vector<double> values;
-          for (const std::vector<uint64_t>& summand : summands) values.push_back(type.number(summand[at]));
-          const double expected_sum = sum_by_oracle(values, weights, in_float64);
-          const double expected = type.nearest(expected_sum);
-          const double result = type.number(bits_at(&place[1 + at * item_bytes], type.item_bytes));
-          ASSERT_TRUE(are_equal(result, expected)) << type.name << ": " << result << ", expected " << expected;
-          const char* const own = &sums[1 + at * static_cast<size_t>(sum->sum_bytes)];
-          ASSERT_TRUE(are_equal(sum->number(own), expected_sum));
-          const bool is_lost = std::isfinite(expected_sum) && std::isinf(expected);
-          if (first_lost == nullptr && is_lost) first_lost = own;
-        }
-        ASSERT_EQ(lost, first_lost) << type.name;
-      }
-    }
-  }
-}
-
-// 1 + 2^-8 + 2^-40 is nearer to 1 + 2^-7 than to 1, which a way by float32 forgets: there it is the middle of the two.
-TEST(WeightedSums, OfFloat64AreNotRoundedByWayOfFloat32) {
-  const std::vector<double> sums{1 + std::ldexp(1.0, -8) + std::ldexp(1.0, -40), 1 + std::ldexp(1.0, -8),
-                                 1 + std::ldexp(1.0, -8) - std::ldexp(1.0, -40), -1e-300};
-  std::vector<uint16_t> rounded(sums.size());
-  const auto* const bytes = reinterpret_cast<const char*>(sums.data());
-  for (const WeightedSum* sum : {find_weighted_sum("bfloat16", true), &kBaselineCasts.sums[1][1]}) {
-    EXPECT_EQ(sum->round(reinterpret_cast<char*>(rounded.data()), bytes, std::ssize(sums)), nullptr);
-    EXPECT_EQ(rounded, (std::vector<uint16_t>{0x3f81, 0x3f80, 0x3f80, 0x8000}));
-  }
-}
-
-TEST(WeightedSums, OfPlacesOfSeveralDtypesAreMadeTogetherAndMayBeBegunAgain) {
-  std::vector<float> one{1, -0.0F};
-  std::vector<uint16_t> other{0x3f80, 0x7f7f};  // 1 and the greatest bfloat16
-  WeightedSums sums(false);
-  const std::vector<SumPlace> places{{reinterpret_cast<uintptr_t>(one.data()), 8, "complex64"},
-                                     {reinterpret_cast<uintptr_t>(other.data()), 4, "bfloat16"}};
-  sums.begin(std::span(places).subspan(1));
-  sums.add(7);
-  sums.begin(places);
-  sums.add(0.5);
-  one = {3, -0.0F};
-  sums.add(0.5);
-  EXPECT_TRUE(sums.round().empty());
-  EXPECT_EQ(one[0], 2);
-  EXPECT_TRUE(one[1] == 0 && std::signbit(one[1]));
-  EXPECT_EQ(other, (std::vector<uint16_t>{0x3f80, 0x7f7f}));
-  sums.begin(places);
-  sums.add(1.003);  // a finite float32, and infinite as a bfloat16
-  const auto lost = sums.round();
-  ASSERT_EQ(lost.size(), 1u);
-  EXPECT_EQ(lost[0].first, 1);
-  EXPECT_TRUE(std::isfinite(lost[0].second));
-  const std::vector<SumPlace> unknown{{0, 0, "int32"}};
-  EXPECT_THROW(sums.begin(unknown), std::invalid_argument);
-  EXPECT_EQ(find_weighted_sum("float8_e5m2", true), nullptr);
 }
 
 class CastBoxes : public testing::Test {

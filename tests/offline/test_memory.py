@@ -20,7 +20,6 @@ import sys
 from torchtitan_ext.offline.sources import open_source
 from torchtitan_ext.offline.rewrite.reshard import reshard
 from torchtitan_ext.offline.rewrite.convert import convert
-from torchtitan_ext.offline.rewrite.merge import merge
 from torchtitan_ext.offline.compare.delta_file import write_delta
 from torchtitan_ext.offline.compare.diff import diff
 _, small, large, target, name, num_processes, max_bytes = sys.argv
@@ -37,9 +36,6 @@ def run(source, target):
         write_delta(*pair, report, target, versions=(0, 1), max_bytes=options["max_bytes"])
     elif name == "diff":
         diff(open_source(source), open_source(source + "-other"), values=True, max_bytes=options["max_bytes"])
-    elif name.startswith("merge"):
-        several = [open_source(source), open_source(source + "-other"), open_source(source)]
-        merge(several, target, to="safetensors", accumulate=name[6:], others="equal", **options)
     else:
         convert(open_source(source), target, to=name, **options)
 
@@ -102,9 +98,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         ("delta", 1),
         ("changes", 1),
         ("changes", 2),
-        ("merge float32", 1),
-        ("merge float32", 2),
-        ("merge float64", 2),
     ],
 )
 def test_memory_stays_below_the_bound_on_a_state_four_times_as_large(
@@ -128,21 +121,6 @@ def test_memory_stays_below_the_bound_whatever_the_strides_of_a_file_of_torch(tm
         torch.save(state, tmp_path / f"{kind}-other")
     del state, transposed, repeated, overlapping
     assert peak_bytes(tmp_path / "small", tmp_path / "large", tmp_path / "target", name, 1, max_bytes) < max_bytes
-
-
-@pytest.mark.sampled(0.3, "memory of merges")
-@pytest.mark.parametrize("num_processes", [1, 2])
-def test_memory_stays_below_the_bound_where_sums_are_wide_and_integers_are_compared(
-    tmp_path: Path, num_processes: int
-) -> None:
-    max_bytes = 48 << 20
-    for kind, num_rows in (("small", 1 << 10), ("large", 48 << 20)):
-        state = {"w": torch.zeros(num_rows, dtype=torch.bfloat16), "i": random_bits((num_rows,), torch.int8)}
-        save_as("ours", tmp_path / kind, state)
-        torch.save(state, tmp_path / f"{kind}-other")
-    del state
-    paths = (tmp_path / "small", tmp_path / "large", tmp_path / "target")
-    assert 1 << 20 < peak_bytes(*paths, "merge float64", num_processes, max_bytes) < max_bytes
 
 
 def peak_bytes(small: Path, large: Path, target: Path, name: str, num_processes: int, max_bytes: int) -> int:

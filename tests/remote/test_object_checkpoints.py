@@ -322,22 +322,6 @@ def test_commands_that_read_a_checkpoint(url: str, tmp_path: Path) -> None:
     command("convert", f"{url}/step-4", str(tmp_path / "hf"), "--to", "safetensors", "--prefix", "model")
     assert torch.equal(load_file(next((tmp_path / "hf").glob("*.safetensors")))["w"], state["model"]["w"])
     assert not run_command("diff", f"{url}/step-4", str(tmp_path / "dcp")).returncode
-    command(
-        "merge",
-        f"{url}/step-3",
-        f"{url}/step-4",
-        str(tmp_path / "hf"),
-        "-o",
-        str(tmp_path / "mean"),
-        "--prefix",
-        "model",
-    )
-    mean = {"w": torch.zeros(6, 10), "b": torch.zeros(3)}
-    tte.load(mean, tmp_path / "mean", no_dist=True)
-    assert mean["w"][0, 0].item() == pytest.approx(14 / 3) and mean["b"].tolist() == [1, 1, 1]
-    report = tte.weights.average(url, 2, out=tmp_path / "two", to="safetensors", weights=[1, 3], prefix="model")
-    assert report.sources == (f"{url}/step-3", f"{url}/step-4")
-    assert load_file(tmp_path / "two" / "model.safetensors")["w"][0, 0].item() == 5.25
     told = run_command("reshard", f"{url}/step-4", f"{url}/step-5", "--mesh", "dp=2")
     assert told.returncode == 2 and "expected a directory" in told.stderr
 

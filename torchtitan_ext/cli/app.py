@@ -35,13 +35,12 @@ _SUMMARY_OF = {
     "reshard": "Write a checkpoint as another mesh would save it.",
     "convert": "Write a checkpoint in another format.",
     "rescue": "Write anew what stock has described wrongly.",
-    "merge": "Write the weighted mean of several checkpoints.",
     "doctor": "What to put into a bug report: versions, and whether libraries load.",
 }
 """The commands in the order of the help. Each is ``run`` in the module of its name in ``cli.commands``."""
 
 
-_OF_OBJECT_STORES = ("inspect", "verify", "ls", "gc", "diff", "reshard", "convert", "merge")
+_OF_OBJECT_STORES = ("inspect", "verify", "ls", "gc", "diff", "reshard", "convert")
 """The commands that read also URLs of object stores; they write to disks alone."""
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
@@ -91,7 +90,7 @@ def _load(name: str) -> Any:
     command = typer.Typer(rich_markup_mode=None, add_completion=False, context_settings=_SETTINGS)
     with without_collector():
         module = importlib.import_module(f"torchtitan_ext.cli.commands.{name}")
-    command.command(name, cls=getattr(module, "Command", None))(module.run)
+    command.command(name)(module.run)
     return get_command(command)
 
 

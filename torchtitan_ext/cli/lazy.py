@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torchtitan_ext.offline.compare import fingerprints as fingerprints
     from torchtitan_ext.offline.dry_run import run as run
     from torchtitan_ext.offline.rewrite import convert as convert
-    from torchtitan_ext.offline.rewrite import merge as merge
     from torchtitan_ext.offline.rewrite import misdescribed as misdescribed
     from torchtitan_ext.offline.rewrite import reshard as reshard
     from torchtitan_ext.transforms import rules as rules
@@ -38,7 +37,6 @@ _MODULES = (
     "offline.dry_run.run",
     "offline.rewrite.misdescribed",
     "offline.rewrite.convert",
-    "offline.rewrite.merge",
     "offline.rewrite.reshard",
     "transforms.rules",
 )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -47,22 +46,6 @@ MaxMemory = Annotated[str, typer.Option(metavar="BYTES", help="Memory of all pro
 Processes = Annotated[int | None, typer.Option(metavar="N", min=1, help="By default one per core.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is at DST, when the new one is whole.")]
 
-MaxFileSize = Annotated[str, typer.Option(metavar="BYTES", help="Size of safetensors files.")]
-
-
-class Format(str, Enum):
-    """The formats that commands write."""
-
-    DCP = "dcp"
-    SAFETENSORS = "safetensors"
-    TORCH = "torch"
-    HF = "hf"  # the name of safetensors in earlier versions
-
-    @property
-    def kind(self) -> Literal["dcp", "safetensors", "torch"]:
-        return "safetensors" if self is Format.HF else self.value
-
-
 _OPTION_OF = {
     "mesh": "--mesh",
     "placements": "--shard",
@@ -75,7 +58,6 @@ _OPTION_OF = {
     "delta": "--delta",
     "transform": "--transform",
     "rules": "--transform",
-    "weights": "--weights",
 }
 """The option of a command for each argument of the functions that commands call."""
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torchtitan_ext.errors import Problem, named
+from torchtitan_ext.errors import Problem
 from torchtitan_ext.offline.amounts import text_of_bytes as text_of_bytes
 
 FINE = 0
@@ -84,13 +84,6 @@ def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None
 def count_of(number: int, noun: str) -> str:
     """``1 file``, ``2,000 files``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def print_dropped(keys: Sequence[str]) -> None:
-    """Says which values a format cannot hold."""
-    if keys:
-        values = count_of(len(keys), "value")
-        print_line(f"dropped, as safetensors hold tensors alone: {values} ({named(keys, MAX_NAMED)})")
 
 
 def saved_by(world_size: int, mesh: Mapping[str, int]) -> str:

@@ -35,7 +35,6 @@ ProblemKind = Literal[
     "unused_filter",
     "wrong_transform",
     "other_base",
-    "sources_differ",
 ]
 
 MAX_NAMED = 10

@@ -117,7 +117,6 @@ REFUSALS: dict[ProblemKind, tuple[type[StateRefusedError], str]] = {
     "unused_filter": (ReshardError, "Filters that select nothing"),
     "wrong_transform": (TransformError, "Transforms that do not fit the source"),
     "other_base": (WrongBaseError, "Not the base of the changes"),
-    "sources_differ": (ReshardError, "Not equal in all sources"),
 }
 """For each kind of problem the error and the heading of its problems in reports."""
 
@@ -134,10 +133,6 @@ HEADINGS_OF_OPERATIONS: dict[str, dict[ProblemKind, str]] = {
         "unsupported_value": "Values that cannot be sent or filled",
         "missing_key": "Keys that the source does not have",
         "cannot_reshard": "Sides of the transfer that have changed",
-    },
-    "merge": {
-        "missing_key": "Keys that some source does not have",
-        "wrong_dtype": "Dtypes that differ, or have no mean",
     },
     "recover": {
         "partial_placement": "Partial tensors cannot be sent or filled",

@@ -143,13 +143,6 @@ class BoxReader:
         for parts in batches_of(boxes, max_bytes):
             yield self.read_parts(boxes, parts, buffer)
 
-    def trim(self, num_open: int) -> None:
-        """Closes files, so that the system's limit is not reached while so many sources are open. The next read opens
-        them again."""
-        self._open.trim(num_open)
-        if isinstance(self.files, DcpSource):
-            self.files.files.trim(num_open)
-
     def _by_torch(self) -> Any:
         """Reads what needs torch: a ``TorchBoxes``, made when it is first needed."""
         if self._others is None:

@@ -9,7 +9,7 @@ import io
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -145,24 +145,6 @@ class MappedSource(Protocol):
 
 FileSource: TypeAlias = DcpSource | PlainFiles | MappedSource
 """A checkpoint of any format whose files are read directly."""
-
-
-def compare_values(
-    one: FileSource, one_fqn: str, other: FileSource, other_fqn: str
-) -> Literal["values", "unreadable"] | None:
-    """How two values that are no tensors differ; ``None`` if they do not. ``unreadable``: one is more than plain data.
-
-    The bytes come first: equal ones are equal values, also where these must not be unpickled.
-    """
-    if isinstance(one, DcpSource) and isinstance(other, DcpSource):
-        if np.array_equal(one.value_record(one_fqn), other.value_record(other_fqn)):
-            return None
-    digest_value = importlib.import_module("torchtitan_ext.state.value_digest").digest_value
-    try:
-        are_equal = digest_value(one.read_value(one_fqn)) == digest_value(other.read_value(other_fqn))
-        return None if are_equal else "values"
-    except CheckpointReadError:
-        return "unreadable"
 
 
 def _data_files(files: Opened, columns: _core.MetadataColumns) -> tuple[int, set[str]]:

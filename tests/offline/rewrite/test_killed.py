@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import save_as
+from checkpoints import random_bits, save_as
 
 from torchtitan_ext.errors import WorkerLostError
 from torchtitan_ext.offline.compare.diff import diff
 from torchtitan_ext.offline.rewrite.convert import convert
-from torchtitan_ext.offline.rewrite.merge import merge
 from torchtitan_ext.offline.rewrite.reshard import reshard
 from torchtitan_ext.offline.sources import open_source
 from torchtitan_ext.offline.workers import run_tasks
@@ -27,9 +26,6 @@ OPERATIONS: dict[str, Operation] = {
     "reshard": lambda *args, **options: reshard(*args, mesh={"dp": 6}, **options),
     "hf": lambda *args, **options: convert(*args, to="safetensors", max_file_bytes=3 << 20, **options),
     "torch": lambda *args, **options: convert(*args, to="torch", **options),
-    "merge": lambda source, *args, **options: merge(
-        [source, source], *args, to="safetensors", max_file_bytes=3 << 20, **options
-    ),
 }
 
 
@@ -54,8 +50,7 @@ def descendants(pid: int) -> list[int]:
 @pytest.mark.parametrize("at", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_kill_leaves_what_was_there_and_no_process(tmp_path: Path, name: str, at: float, num_processes: int) -> None:
-    generator = torch.Generator().manual_seed(1)
-    state = {f"w{number}": torch.randn(1500, 160, generator=generator) for number in range(12)}
+    state = {f"w{number}": random_bits((1500, 160), torch.float32, number) for number in range(12)}
     source, target = save_as("dp=3", tmp_path / "a", state), tmp_path / "b"
     old = save_as("ours", tmp_path / "old", {"w": torch.ones(3)})
     OPERATIONS[name](open_source(old), target, num_processes=1)

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from torchtitan_ext.cli import lazy, options
-from torchtitan_ext.cli.output import MAX_NAMED, count_of, print_dropped, print_json, print_line, text_of_bytes
+from torchtitan_ext.cli.output import MAX_NAMED, count_of, print_json, print_line, text_of_bytes
 from torchtitan_ext.errors import named
 from torchtitan_ext.storage.progress import progress
 
@@ -26,6 +26,13 @@ class _Dtype(str, Enum):
     FLOAT8_E5M2 = "float8_e5m2"
 
 
+class _Format(str, Enum):
+    DCP = "dcp"
+    SAFETENSORS = "safetensors"
+    TORCH = "torch"
+    HF = "hf"  # the name of safetensors in earlier versions
+
+
 def run(
     source: options.Source,
     target: Annotated[
@@ -33,13 +40,13 @@ def run(
         typer.Argument(metavar="DST", help="A directory; with --to torch a file.", parser=options.local_path),
     ],
     to: Annotated[
-        options.Format,
+        _Format,
         typer.Option(metavar="FORMAT", help="dcp, safetensors (tensors alone), or torch."),
     ],
     dtype: Annotated[_Dtype | None, typer.Option(metavar="DTYPE", help="Cast floats, for example to bfloat16.")] = None,
     only: options.Only = None,
     prefix: options.Prefix = "",
-    max_file_size: options.MaxFileSize = "5GB",
+    max_file_size: Annotated[str, typer.Option(metavar="BYTES", help="Size of safetensors files.")] = "5GB",
     transform: options.TransformFile = None,
     max_memory: options.MaxMemory = "1GB",
     processes: options.Processes = None,
@@ -62,7 +69,7 @@ def run(
             report = lazy.convert.convert(
                 opened,
                 target,
-                to=to.kind,
+                to="safetensors" if to is _Format.HF else to.value,
                 selection=selection,
                 dtype=new_dtype,
                 max_file_bytes=options.amount_of(max_file_size),
@@ -83,4 +90,6 @@ def run(
         print_line(
             f"cast to {dtype.value}: {count_of(len(report.cast), 'tensor')} ({named(report.cast, MAX_NAMED)}); {what}"
         )
-    print_dropped(report.dropped)
+    if report.dropped:
+        values = count_of(len(report.dropped), "value")
+        print_line(f"dropped, as safetensors hold tensors alone: {values} ({named(report.dropped, MAX_NAMED)})")

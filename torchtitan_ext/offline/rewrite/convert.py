@@ -88,37 +88,12 @@ def convert(
         CheckpointReadError: A value is more than plain data.
         OSError: A file cannot be read or written.
     """
-    refuse_target(Path(target), to, overwrite, "convert")
+    if to not in get_args(NewFormat):
+        raise WrongValueError(f"convert: got to={to!r}, expected one of {named(get_args(NewFormat))}")
+    refuse_existing(Path(target), overwrite)
+    _refuse_other_kind(Path(target), to)
     keys = SelectedKeys(source, selection or Selection(), dtype)
     shares = keys.divide(max_bytes, num_processes)
-    num_files, dropped = write_keys(keys, target, to, shares, progress, max_file_bytes, weights_only=weights_only)
-    is_exact = all(is_exact_cast(saved, dtype or saved) for saved in keys.cast.values())
-    return ConvertReport(len(keys.fqns) - len(dropped), keys.num_bytes, num_files, dropped, tuple(keys.cast), is_exact)
-
-
-def refuse_target(target: Path, to: NewFormat, overwrite: bool, operation: str) -> None:
-    """Refuses an unknown format, and a target that is there and may not be replaced: a file replaces only a file;
-    safetensors replace only a directory without a checkpoint of DCP."""
-    if to not in get_args(NewFormat):
-        raise WrongValueError(f"{operation}: got to={to!r}, expected one of {named(get_args(NewFormat))}")
-    refuse_existing(target, overwrite)
-    if to == "torch" and target.is_dir():
-        raise FileExistsError(f"{target} is a directory, and a file is to be written there")
-    if to == "safetensors" and target.is_dir():
-        refuse_irreplaceable(target)
-
-
-def write_keys(
-    keys: SelectedKeys,
-    target: str | os.PathLike[str],
-    to: NewFormat,
-    shares: Shares,
-    progress: OnBytes,
-    max_file_bytes: int,
-    *,
-    weights_only: bool,
-) -> tuple[int, tuple[str, ...]]:
-    """Writes what ``keys.reader`` reads. Returns the number of files, and the keys that the format cannot hold."""
     num_files = 1
     dropped: tuple[str, ...] = ()
     if to == "dcp":
@@ -138,7 +113,8 @@ def write_keys(
             sync_files(paths)
             sync_directory(staged)
         num_files, dropped = len(paths), tuple(keys.values)
-    return num_files, dropped
+    is_exact = all(is_exact_cast(saved, dtype or saved) for saved in keys.cast.values())
+    return ConvertReport(len(keys.fqns) - len(dropped), keys.num_bytes, num_files, dropped, tuple(keys.cast), is_exact)
 
 
 _Destination = tuple[Piece, tuple[Path, int]]
@@ -181,3 +157,11 @@ def _lay_out_safetensors(keys: SelectedKeys, directory: Path, max_file_bytes: in
         for key, offset in file.offsets.items()
     ]
     return sorted(places, key=itemgetter(1))
+
+
+def _refuse_other_kind(target: Path, to: NewFormat) -> None:
+    """A file replaces only a file; safetensors replace only a directory without a checkpoint of DCP."""
+    if to == "torch" and target.is_dir():
+        raise FileExistsError(f"{target} is a directory, and a file is to be written there")
+    if to == "safetensors" and target.is_dir():
+        refuse_irreplaceable(target)

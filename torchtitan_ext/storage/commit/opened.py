@@ -102,9 +102,9 @@ class OpenedCheckpoint:
         for name in sorted(set(names))[: _max_held()]:
             self.descriptor(name)
 
-    def trim(self, num_open: int = 1) -> None:
-        """Closes the files that were opened first, beyond the number that so many open checkpoints hold each."""
-        for name in list(self._files)[: -max(1, _max_held() // num_open)]:
+    def trim(self) -> None:
+        """Closes the files that were opened first, beyond the number that is held."""
+        for name in list(self._files)[: -_max_held()]:
             os.close(self._files.pop(name))
 
     def descriptor(self, name: str) -> int:

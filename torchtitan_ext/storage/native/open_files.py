@@ -150,11 +150,6 @@ class OpenFiles:
                 raise DamagedCheckpointError(str(error)) from None
             raise
 
-    def trim(self, num_open: int) -> None:
-        """Closes the files if there are more than so many of these may have open."""
-        if len(self._numbers) > _MAX_OPEN_FILES // num_open:
-            self.close()
-
     def close(self) -> None:
         """Forgets the files, and what was added and not read."""
         self._runs = _core.RunReader()

@@ -86,8 +86,8 @@ class OpenedObjects:
         """
         _side_by_side(self.descriptor, sorted(set(names) - self._ends.keys())[:_MAX_HELD])
 
-    def trim(self, num_open: int = 1) -> None:
-        for name in list(self._ends)[: -max(1, _MAX_HELD // num_open)]:
+    def trim(self) -> None:
+        for name in list(self._ends)[:-_MAX_HELD]:
             os.close(self._ends.pop(name))
 
     def descriptor(self, name: str) -> int:

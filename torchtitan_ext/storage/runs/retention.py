@@ -9,14 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_ext.errors import warn
-from torchtitan_ext.storage.commit.branch import (
-    ABANDONED,
-    abandoned_steps,
-    branches_aside,
-    latest_path,
-    living_steps,
-    locked,
-)
+from torchtitan_ext.storage.commit.branch import ABANDONED, abandoned_steps, branches_aside, latest_path, locked
 from torchtitan_ext.storage.commit.leftovers import (
     checkpoint_names,
     find_dead_files,
@@ -28,7 +21,7 @@ from torchtitan_ext.storage.commit.leftovers import (
 )
 from torchtitan_ext.storage.commit.steps import has_finished, own_pattern, step_of, step_paths
 from torchtitan_ext.storage.inspect.verify import is_whole
-from torchtitan_ext.storage.location import Location, Place, is_in_object_store, is_local, place_at
+from torchtitan_ext.storage.location import Location, Place, is_in_object_store, is_local
 from torchtitan_ext.storage.metadata.saved_metadata import ranks_with_metadata
 from torchtitan_ext.storage.objects.leftovers import remove_object_step
 from torchtitan_ext.storage.objects.steps import latest_object_step
@@ -75,19 +68,6 @@ def latest(run_dir: str | os.PathLike[str], *, step_pattern: str | None = None) 
         return None if step is None else str(step)
     steps = remote_steps(os.fspath(run_dir), step_pattern).finished
     return steps[max(steps)] if steps else None
-
-
-def newest_steps(run_dir: str | os.PathLike[str], count: int, *, step_pattern: str | None = None) -> list[Place]:
-    """Up to ``count`` newest finished steps of a run, oldest first, without those that it has left behind.
-
-    Args:
-        step_pattern: How the run names its steps, as in ``tte.load``.
-    """
-    place = place_at(run_dir)
-    if isinstance(place, Location):
-        found = remote_steps(str(place), step_pattern).finished
-        return [Location(found[number]) for number in sorted(found)[-count:]]
-    return [path for _, path in living_steps([place], step_pattern)[-count:]]
 
 
 def remove_old_steps(saved: Place, keep: Keep, pattern: str | None = None) -> None:
