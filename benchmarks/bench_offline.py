@@ -5,8 +5,7 @@
 The state is that of a training (weights and two moments of AdamW, fp32) of --gigabytes, saved as ranks of dp=2,tp=2
 would. Each contender is a process of its own, timed from its start to its end, so that importing torch counts. They
 take turns, round by round, and a ratio is one of minima. The limit is `cp -r` and an fsync of every file it wrote; ours
-waits for the disk too. Stock's converter (dcp_to_torch, which does not) stands beside `convert --to torch`. Files are
-in the page cache.
+waits for the disk too. Files are in the page cache.
 
 First: `inspect` of --keys tiny tensors, beside Python and typer alone. Writes results/offline_<machine>.json.
 """
@@ -69,10 +68,6 @@ def contenders(source: Path, target: Path) -> dict[str, list[str]]:
         "reshard to dp=2,tp=4": [*ours, "reshard", str(source), str(target), "--mesh", "dp=2,tp=4"],
         "convert --to safetensors": [
             *ours, "convert", str(source), str(target), "--to", "safetensors", "--prefix", "model"
-        ],
-        "convert --to torch": [*ours, "convert", str(source), str(target), "--to", "torch"],
-        "stock, dcp_to_torch": [
-            sys.executable, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", str(source), str(target)
         ],
         "diff": [*ours, "diff", str(source), str(source)],
         "verify --deep": [*ours, "verify", str(source), "--deep"],

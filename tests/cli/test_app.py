@@ -49,7 +49,7 @@ def test_exit_codes(tmp_path: Path) -> None:
         ["verify", "--deep", "a"],
         ["diff", "a", "b"],
         ["reshard", "a", "c", "--mesh", "dp=2"],
-        ["convert", "a", "d.pt", "--to", "torch"],
+        ["convert", "a", "d", "--to", "dcp"],
     ],
     ids=lambda words: words[0],
 )

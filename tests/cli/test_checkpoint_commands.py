@@ -69,7 +69,7 @@ def test_the_story_of_a_checkpoint(run_dir: Path) -> None:
 def test_exit_codes(run_dir: Path, tmp_path: Path) -> None:
     cases = {
         ("convert", run_dir / "nothing", tmp_path / "x", "--to", "hf"): (UNREADABLE, "No such file"),
-        ("convert", run_dir / "a", run_dir / "b.pt", "--to", "torch"): (WRONG_USAGE, "pass --overwrite to replace it"),
+        ("convert", run_dir / "a", run_dir / "b.pt", "--to", "dcp"): (WRONG_USAGE, "pass --overwrite to replace it"),
         ("reshard", run_dir / "a", tmp_path / "x", "--mesh", "dp"): (WRONG_USAGE, "expected axes and sizes"),
         ("diff", run_dir / "a", tmp_path): (UNREADABLE, "is no checkpoint"),
         ("diff", run_dir / "a", run_dir / "a", "--only", "lm_head*"): (WRONG_USAGE, "which matches no key"),

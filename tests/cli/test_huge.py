@@ -97,7 +97,6 @@ def test_many_tensors_are_verified_planned_and_compared(saved: Path) -> None:
         ("reshard", "--mesh", "dp=4"),
         ("convert", "--to", "dcp"),
         ("convert", "--to", "safetensors"),
-        ("convert", "--to", "torch"),
     ],
 )
 def test_many_tensors_are_copied(saved: Path, tmp_path: Path, command: tuple[str, ...]) -> None:
@@ -134,7 +133,6 @@ def test_llama_without_data_is_damaged(llama: Path) -> None:
         ("reshard", "--mesh", "dp=64"),
         ("convert", "--to", "dcp"),
         ("convert", "--to", "safetensors"),
-        ("convert", "--to", "torch"),
     ],
 )
 def test_llama_without_data_is_not_copied(llama: Path, tmp_path: Path, command: tuple[str, ...]) -> None:

@@ -91,8 +91,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         ("reshard", 1),
         ("reshard", 2),
         ("safetensors", 2),
-        ("torch", 1),
-        ("torch", 2),
         ("dcp", 1),
         ("diff", 1),
         ("delta", 1),

@@ -1,4 +1,4 @@
-"""Files of ``torch.save`` as sources and targets, also those that lie otherwise than in memory."""
+"""Files of ``torch.save`` as sources, also those that lie otherwise than in memory."""
 
 import argparse
 import pickle
@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import save_as
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from torchtitan_ext.errors import DamagedCheckpointError, LayoutError
 from torchtitan_ext.offline.compare.diff import DiffReport, diff
@@ -36,7 +37,8 @@ def test_the_ordered_dict_of_a_module_is_read(tmp_path: Path) -> None:
     torch.save({"model": module.state_dict()}, tmp_path / "nested.pt")
     torch.save(module.state_dict(), tmp_path / "a.pt")
     assert diff(open_source(tmp_path / "a.pt"), open_source(tmp_path / "a.pt")) == DiffReport((), 2)
-    convert(open_source(tmp_path / "nested.pt"), tmp_path / "b.pt", to="torch", num_processes=1)
+    convert(open_source(tmp_path / "nested.pt"), tmp_path / "b", to="dcp", num_processes=1)
+    dcp_to_torch_save(tmp_path / "b", tmp_path / "b.pt")
     assert torch.equal(torch.load(tmp_path / "b.pt")["model"]["weight"], module.weight)
 
 
@@ -49,8 +51,9 @@ def test_tensors_within_values_are_written(tmp_path: Path, kind: str) -> None:
         "ordered": OrderedDict(a=torch.arange(3.0)),
     }
     source = save_as(kind, tmp_path / "a", state)
-    convert(open_source(source), tmp_path / "b.pt", to="torch", num_processes=1)
-    assert diff(open_source(source), open_source(tmp_path / "b.pt")) == DiffReport((), 4)
+    convert(open_source(source), tmp_path / "b", to="dcp", num_processes=1)
+    assert diff(open_source(source), open_source(tmp_path / "b")) == DiffReport((), 4)
+    dcp_to_torch_save(tmp_path / "b", tmp_path / "b.pt")
     loaded = torch.load(tmp_path / "b.pt", weights_only=False)
     assert torch.equal(loaded["pair"][0], torch.arange(5.0))
     assert torch.equal(loaded["args"].mean, torch.arange(4.0))
@@ -95,7 +98,7 @@ def test_numbers_of_another_order_of_bytes_in_stock_checkpoints_are_turned_aroun
     source = open_source(tmp_path / "a")
     assert diff(source, open_source(save_as("ours", tmp_path / "b", {"w": values}))) == DiffReport((), 1)
     with pytest.raises(LayoutError, match="w: is .* of a machine with another order of bytes"):
-        convert(source, tmp_path / "c", to="torch", num_processes=1)
+        convert(source, tmp_path / "c", to="dcp", num_processes=1)
 
 
 def test_states_without_a_flat_form_are_refused(tmp_path: Path) -> None:

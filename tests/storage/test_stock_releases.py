@@ -1,12 +1,10 @@
 """What stock `dcp.save` of several releases of torch wrote is read by any torch, and what we write by each of them."""
 
 import pickle
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 from calls import call
 from data.stock.generate import RELEASES, stock_state
@@ -102,11 +100,6 @@ def test_convert_is_the_bridge_to_older_torch(tmp_path: Path, release: str) -> N
     again = target()
     tte.load(again, tmp_path / "dcp", no_dist=True)
     assert differences(again, stock_state()) == []
-    assert call("convert", STOCK / release, tmp_path / "file.pt", "--to", "torch", "--processes", "1").code == FINE
-    assert zipfile.is_zipfile(tmp_path / "file.pt")
-    expected = stock_state()
-    expected["optimizer"]["state"] = {"0": expected["optimizer"]["state"][0]}  # paths in a checkpoint are texts
-    assert differences(torch.load(tmp_path / "file.pt", weights_only=True), expected) == []
 
 
 class Odd:

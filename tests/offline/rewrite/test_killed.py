@@ -25,7 +25,6 @@ Operation = Callable[..., Any]
 OPERATIONS: dict[str, Operation] = {
     "reshard": lambda *args, **options: reshard(*args, mesh={"dp": 6}, **options),
     "hf": lambda *args, **options: convert(*args, to="safetensors", max_file_bytes=3 << 20, **options),
-    "torch": lambda *args, **options: convert(*args, to="torch", **options),
 }
 
 

@@ -181,5 +181,4 @@ def test_weights_and_converted_files_are_synced(tmp_path: Path, monkeypatch: pyt
     weights = tmp_path / "weights"
     tte.weights.save({"w": torch.ones(3)}, weights, no_dist=True)
     convert(open_source(weights), tmp_path / "converted", to="safetensors", num_processes=1)
-    convert(open_source(weights), tmp_path / "model.pt", to="torch", num_processes=1)
     assert [path for path in tmp_path.rglob("*") if path.stat().st_ino not in synced] == []

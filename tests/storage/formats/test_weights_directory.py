@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from torchtitan_ext.offline.rewrite.convert import convert
@@ -42,9 +43,11 @@ def read_as_hugging_face(directory: Path) -> dict[str, torch.Tensor]:
 
 def read_as_we(directory: Path) -> dict[str, torch.Tensor]:
     source = open_source(directory)
-    place = directory.with_name("read.pt")
-    convert(source, place, to="torch", num_processes=1, overwrite=True)
-    return dict(torch.load(place))
+    place = directory.with_name("read")
+    convert(source, place, to="dcp", num_processes=1, overwrite=True)
+    state = {key: torch.zeros(tensor.shape) for key, tensor in source.state.tensors.items()}
+    dcp.load(state, checkpoint_id=place, no_dist=True)
+    return state
 
 
 def number_in(state: dict[str, torch.Tensor]) -> float:

@@ -29,19 +29,15 @@ class _Dtype(str, Enum):
 class _Format(str, Enum):
     DCP = "dcp"
     SAFETENSORS = "safetensors"
-    TORCH = "torch"
     HF = "hf"  # the name of safetensors in earlier versions
 
 
 def run(
     source: options.Source,
-    target: Annotated[
-        Path,
-        typer.Argument(metavar="DST", help="A directory; with --to torch a file.", parser=options.local_path),
-    ],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="A directory.", parser=options.local_path)],
     to: Annotated[
         _Format,
-        typer.Option(metavar="FORMAT", help="dcp, safetensors (tensors alone), or torch."),
+        typer.Option(metavar="FORMAT", help="dcp, or safetensors (tensors alone)."),
     ],
     dtype: Annotated[_Dtype | None, typer.Option(metavar="DTYPE", help="Cast floats, for example to bfloat16.")] = None,
     only: options.Only = None,
@@ -76,7 +72,6 @@ def run(
                 overwrite=overwrite,
                 max_bytes=options.amount_of(max_memory),
                 num_processes=processes,
-                weights_only=not unsafe_unpickle,
                 progress=on_bytes,
             )
     if json:

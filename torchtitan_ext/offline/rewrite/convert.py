@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from torchtitan_ext.offline.selection import SelectedKeys, Selection
 from torchtitan_ext.offline.sources import FileSource
 from torchtitan_ext.offline.workers import Shares, run_tasks
 from torchtitan_ext.storage.checkpoint_files import sync_directory
-from torchtitan_ext.storage.commit.staged_target import staged_target, take_place
+from torchtitan_ext.storage.commit.staged_target import staged_target
 from torchtitan_ext.storage.element_types import is_exact_cast
 from torchtitan_ext.storage.formats.safetensors_files import NAME_OF_DTYPE
 from torchtitan_ext.storage.formats.sparse_files import sync_files, write_parts
@@ -30,7 +29,7 @@ from torchtitan_ext.storage.weights.layout import lay_out_weights, make_weights
 # A task is large enough that its start does not count, and small enough that processes end together.
 _TASK_BYTES = 256 << 20
 
-NewFormat = Literal["dcp", "safetensors", "torch"]
+NewFormat = Literal["dcp", "safetensors"]
 
 
 @dataclass(frozen=True)
@@ -63,22 +62,19 @@ def convert(
     overwrite: bool = False,
     max_bytes: int = 1 << 30,
     num_processes: int | None = None,
-    weights_only: bool = True,
     progress: OnBytes = lambda _: None,
 ) -> ConvertReport:
-    """Writes a checkpoint of DCP (``"dcp"``), a directory of safetensors, or a file of ``torch.save``.
+    """Writes a checkpoint of DCP (``"dcp"``), or a directory of safetensors.
 
     The target becomes whole, or stays what it was. A directory of safetensors keeps files that are no weights;
     ``replace_weights`` says what its readers see meanwhile.
 
     Args:
-        to: ``"dcp"``, ``"safetensors"``, ``"torch"``.
+        to: ``"dcp"``, ``"safetensors"``.
         dtype: Cast floating-point tensors to it on the way; values can change then, as with ``cast="allow"``.
         max_file_bytes: The largest size of a safetensors file; a tensor that is larger gets a file of its own.
         max_bytes: The bytes of tensors that all processes together hold at a time.
         num_processes: By default one per core. Must be 1 in a process that uses CUDA or a process group.
-        weights_only: The value that the source was opened with. If true, values that are more than plain data are
-            refused in files of ``torch.save``.
 
     Raises:
         FileExistsError: The target exists, and ``overwrite`` is false or the target is of another kind.
@@ -91,20 +87,14 @@ def convert(
     if to not in get_args(NewFormat):
         raise WrongValueError(f"convert: got to={to!r}, expected one of {named(get_args(NewFormat))}")
     refuse_existing(Path(target), overwrite)
-    _refuse_other_kind(Path(target), to)
+    if to == "safetensors" and Path(target).is_dir():
+        refuse_irreplaceable(Path(target))
     keys = SelectedKeys(source, selection or Selection(), dtype)
     shares = keys.divide(max_bytes, num_processes)
     num_files = 1
     dropped: tuple[str, ...] = ()
     if to == "dcp":
         write_checkpoint(MeshPlan(keys, None), target, shares, progress)
-    elif to == "torch":
-        with staged_target(Path(target), take_place) as staged:
-            torch_target = importlib.import_module("torchtitan_ext.offline.rewrite.torch_target")
-            offsets = torch_target.lay_out_torch(keys, staged, weights_only=weights_only)
-            places = [(whole(keys.fqns[key], entry), (staged, offsets[key])) for key, entry in keys.tensors.items()]
-            _fill_files(keys, sorted(places, key=itemgetter(1)), shares, progress)
-            sync_files([staged])
     else:
         with staged_target(Path(target), replace_weights) as staged:
             places = _lay_out_safetensors(keys, staged, max_file_bytes)
@@ -145,7 +135,7 @@ def _lay_out_safetensors(keys: SelectedKeys, directory: Path, max_file_bytes: in
     tensors = {key: (entry.dtype, entry.shape) for key, entry in keys.tensors.items()}
     odd = [key for key, (dtype, _) in tensors.items() if dtype not in NAME_OF_DTYPE]
     if odd:
-        what = "is {}, which safetensors files have no name for; leave it out with --only, or convert to dcp or torch"
+        what = "is {}, which safetensors files have no name for; leave it out with --only, or convert to dcp"
         raise refusal("convert", [Problem("wrong_dtype", key, what.format(tensors[key][0])) for key in odd])
     files = lay_out_weights(tensors, max_file_bytes)
     paths = make_weights(files, directory)
@@ -157,11 +147,3 @@ def _lay_out_safetensors(keys: SelectedKeys, directory: Path, max_file_bytes: in
         for key, offset in file.offsets.items()
     ]
     return sorted(places, key=itemgetter(1))
-
-
-def _refuse_other_kind(target: Path, to: NewFormat) -> None:
-    """A file replaces only a file; safetensors replace only a directory without a checkpoint of DCP."""
-    if to == "torch" and target.is_dir():
-        raise FileExistsError(f"{target} is a directory, and a file is to be written there")
-    if to == "safetensors" and target.is_dir():
-        refuse_irreplaceable(target)

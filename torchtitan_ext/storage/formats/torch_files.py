@@ -1,4 +1,4 @@
-"""Files of ``torch.save``: their contents, where their tensors lie, new files written without the state in memory.
+"""Files of ``torch.save``: their contents, and where their tensors lie.
 
 Tensors are loaded without memory (meta), which notes where the bytes of each storage begin. Only tensors and plain
 values are unpickled, unless the caller allows more.
@@ -6,12 +6,9 @@ values are unpickled, unless the caller allows more.
 
 from __future__ import annotations
 
-import errno
 import io
-import mmap
-import pickle
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,6 @@ import torch
 from torchtitan_ext import _core
 from torchtitan_ext._core import ChunkSummary, KeySummary
 from torchtitan_ext.errors import DamagedCheckpointError, UnsafePickleError
-from torchtitan_ext.layout.layout import aligned
 from torchtitan_ext.state.nested import FlatStateDict, flat_keys
 from torchtitan_ext.state.plain_value import NotPlainError, read_value
 from torchtitan_ext.storage.checkpoint_files import Record
@@ -33,16 +29,12 @@ from torchtitan_ext.storage.formats.contents import ContentFile, Contents, Scala
 from torchtitan_ext.storage.formats.detect import ZIP_START
 from torchtitan_ext.storage.formats.plain_files import PlainFiles
 from torchtitan_ext.storage.formats.scalars import read_number
-from torchtitan_ext.storage.formats.sparse_files import write_parts
 from torchtitan_ext.storage.raw_tensor import NAMES, dtype_name
 
 # torch 2.14 looks at the indices of sparse tensors, which have none on the meta device, and then says this.
 _NO_INDICES = "Cannot copy out of meta tensor"
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
-
-# Linux: untouched pages are not counted as memory. Python's mmap has the name since 3.13.
-_MAP_NORESERVE = 0x4000
 
 
 class SparseOnMetaError(DamagedCheckpointError):
@@ -112,9 +104,9 @@ def read_torch_file(path: Path, *, weights_only: bool) -> PlainFiles:
             order, or contains no state dict of plain memory.
         UnsafePickleError: The file contains more than plain data.
     """
-    entries = find_entries(path)
+    sizes = dict(find_entries(path).values())
     flat = _load(path, weights_only, "meta")
-    tensors = _records_of(flat, path, entries)
+    tensors = {fqn: _record_of(one, path, sizes) for fqn, one in flat.values.items() if isinstance(one, torch.Tensor)}
     values = {fqn: value for fqn, value in flat.values.items() if fqn not in tensors}
     if not _ATOMS.issuperset(map(type, values.values())):  # other values may hold tensors, too
         with_data = _load(path, weights_only, "cpu").values
@@ -128,73 +120,6 @@ def _saved(value: Any) -> npt.NDArray[np.uint8]:
     stream = io.BytesIO()
     torch.save(value, stream)
     return np.frombuffer(stream.getbuffer(), dtype=np.uint8)
-
-
-def empty_tensors(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> dict[str, torch.Tensor]:
-    """Tensors that take address space but no memory, each with a storage of its own."""
-    ends: dict[str, int] = {}
-    end = 0
-    for fqn, (dtype, sizes) in tensors.items():
-        ends[fqn] = end = aligned(end + torch.Size(sizes).numel() * dtype.itemsize)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    memory = mmap.mmap(-1, max(end, 1), flags=flags)
-    made, begin = {}, 0
-    for fqn, (dtype, sizes) in tensors.items():
-        num_bytes = torch.Size(sizes).numel() * dtype.itemsize
-        if num_bytes == 0:
-            made[fqn] = torch.empty(tuple(sizes), dtype=dtype, device="cpu")
-        else:
-            flat = torch.frombuffer(memory, dtype=torch.uint8, offset=begin, count=num_bytes)
-            made[fqn] = flat.view(dtype).view(tuple(sizes))
-        begin = ends[fqn]
-    return made
-
-
-def write_without_data(state: Mapping[str, Any], path: Path, *, weights_only: bool) -> dict[str, Record]:
-    """Writes a file with holes for the bytes of its tensors, and returns the place of each by flat key.
-
-    Tensors inside other values, such as tuples, are written with their bytes.
-
-    Args:
-        weights_only: Whether the file may hold plain data only.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
-    try:
-        with torch.serialization.skip_data():
-            torch.save(state, path)
-    except RuntimeError as error:  # torch's archives say no more of a full disk
-        raise OSError(errno.EIO, f"torch.save failed ({str(error).partition(chr(10))[0]})", str(path)) from None
-    entries = find_entries(path)
-    records = _records_of(_load(path, weights_only, "meta"), path, entries)
-    offsets = {record.offset for record in records.values()}
-    for number, storage in enumerate(_StorageList(state).storages):
-        begin, _ = entries[f"data/{number}"]
-        if begin not in offsets and storage.nbytes():
-            write_parts([(path, begin, storage.data_ptr(), storage.nbytes())])
-    return records
-
-
-class _StorageList(pickle.Pickler):
-    """The storages of all tensors in a value, in the order of ``torch.save``."""
-
-    def __init__(self, value: Any) -> None:
-        super().__init__(io.BytesIO(), protocol=torch.serialization.DEFAULT_PROTOCOL)
-        self._found: dict[int, torch.UntypedStorage] = {}
-        self.dump(value)
-
-    @property
-    def storages(self) -> list[torch.UntypedStorage]:
-        return list(self._found.values())
-
-    def persistent_id(self, value: Any) -> str | None:
-        if isinstance(value, torch.storage.TypedStorage):
-            value = value._untyped_storage
-        if not isinstance(value, torch.UntypedStorage):
-            return None
-        self._found.setdefault(value._cdata, value)
-        return "storage"
 
 
 def _load_on_meta(path: Path, unsafe_unpickle: bool) -> Any:
@@ -246,12 +171,6 @@ def _load(path: Path, weights_only: bool, location: str) -> FlatStateDict:
     if not isinstance(state, Mapping):
         raise DamagedCheckpointError(f"{path} holds a {type(state).__name__}, expected a state dict")
     return flat_form(path, state)
-
-
-def _records_of(flat: FlatStateDict, path: Path, entries: Mapping[str, tuple[int, int]]) -> dict[str, Record]:
-    """Where the tensors of a file lie, which were loaded onto the meta device; ``entries`` of its archive."""
-    sizes = dict(entries.values())
-    return {fqn: _record_of(one, path, sizes) for fqn, one in flat.values.items() if isinstance(one, torch.Tensor)}
 
 
 def _record_of(tensor: torch.Tensor, path: Path, sizes: Mapping[int, int]) -> Record:
