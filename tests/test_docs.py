@@ -245,7 +245,6 @@ def test_the_index_names_nothing_that_is_not_there() -> None:
     for adapter in (
         "ray.py",
         "torchtitan.py",
-        "torchtitan_grain_data.py",
         "torchtitan_text_data.py",
     ):
         source = (Path(torchtitan_ext.__file__).parent / "integrations" / adapter).read_text()

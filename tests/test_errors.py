@@ -64,6 +64,7 @@ INSTANCES = [
     errors.DifferentCallsError({0: "save", 1: "reshard", 2: "save"}),
     errors.TransferFailedError("reshard", {1: "ValueError: x"}, ("w",), "exchange"),
     errors.CannotInstallError("torch 3.0 has no function _save_state_dict"),
+    errors.OtherTorchtitanError("knows torchtitan 0.3.0, and this is another"),
     errors.CannotReshardError("saved with 8 shards, this run has 12", "choose num_shards=24"),
     errors.CheckpointFailedError("load", {3: "OSError: disk full", 5: "ValueError: no"}),
     errors.TorchtitanExtError("general"),

@@ -478,3 +478,10 @@ class CannotInstallError(TorchtitanExtError, RuntimeError):
 
     What to do: the message names them; ``planner=`` and ``storage_writer=`` always work.
     """
+
+
+class OtherTorchtitanError(TorchtitanExtError, ImportError):
+    """``torchtitan_ext.integrations.torchtitan`` knows torchtitan 0.3.0, and another is installed.
+
+    What to do: use torchtitan 0.3.0, or ``tte.install()``.
+    """

@@ -3,9 +3,9 @@
     --override.imports torchtitan_ext.integrations.torchtitan.elastic_checkpoint \
                        'torchtitan_ext.integrations.torchtitan.elastic_data={"num_shards": 48}'
 
-The first saves and loads with this package; the second reads the data by virtual shards, from where torchtitan's own
-data loader stood if need be. Needs torchtitan 0.3.0, whose ``config/override.py`` says what an override is, or its main
-since revision b5bcd76c, whose data loaders are others; nothing here imports it.
+The first saves and loads with this package; the second reads the text data by virtual shards, from where torchtitan's
+own data loader stood if need be. Needs torchtitan 0.3.0, whose ``config/override.py`` says what an override is; nothing
+here imports it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import sys
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +36,7 @@ from torchtitan_ext.errors import (
     AbsentRunError,
     MissingStateError,
     NoCheckpointError,
+    OtherTorchtitanError,
     Problem,
     StateRefusedError,
     WrongValueError,
@@ -52,37 +52,21 @@ from torchtitan_ext.storage.weights.writer import SafetensorsWriter
 try:
     from torchtitan.components.checkpointer import DATALOADER, MODEL, TRAIN_STATE, AsyncMode, CheckpointManager
     from torchtitan.config.override import derive, override
+    from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
     from torchtitan.tools import filesystem
     from torchtitan.tools.logging import logger
     from torchtitan.tools.utils import GarbageCollection
+
+    from torchtitan_ext.integrations.torchtitan_text_data import ElasticTextDataLoader
 except ImportError as error:
     if not str(error.name).startswith("torchtitan."):
         raise
-    raise ImportError(
+    raise OtherTorchtitanError(
         f"torchtitan_ext.integrations.torchtitan knows torchtitan 0.3.0, and this is another ({error}); use 0.3.0 with "
-        "these overrides, or torchtitan_ext.install() with this one"
+        "these overrides, or tte.install() with this one"
     ) from error
 
-if find_spec("torchtitan.components.dataloader") is not None:  # the data loaders of 0.3.0
-    from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
-
-    from torchtitan_ext.integrations.torchtitan_text_data import ElasticTextDataLoader, elastic_data
-
-    __all__ = ["ElasticCheckpointManager", "ElasticTextDataLoader", "elastic_checkpoint", "elastic_data"]
-    _LOADERS: tuple[Any, ...] = (ElasticTextDataLoader, HuggingFaceTextDataLoader)
-    _SPLITS_SHARDS = True
-else:  # those of main
-    from torchtitan.components.data.loader import GrainDataLoader
-
-    from torchtitan_ext.integrations.torchtitan_grain_data import ElasticGrainDataLoader, elastic_data
-
-    __all__ = ["ElasticCheckpointManager", "ElasticGrainDataLoader", "elastic_checkpoint", "elastic_data"]
-    _LOADERS = (ElasticGrainDataLoader, GrainDataLoader)
-    _SPLITS_SHARDS = False
-
-# torchtitan knows an override by its module, which the command line names.
-elastic_data.__module__ = __name__
-override(target=_LOADERS[1].Config, exact=True, fqns=["dataloader"], description="data by shards")(elastic_data)
+_TEXT_LOADERS = (ElasticTextDataLoader, HuggingFaceTextDataLoader)
 
 # What elastic_data saves beside torchtitan's own entries, which torchtitan's loader reads.
 _OF_ELASTIC_DATA = (f"{DATALOADER}.loader", f"{DATALOADER}.shard_*")
@@ -323,15 +307,14 @@ class ElasticCheckpointManager(CheckpointManager):
 
     def _count_for_the_run(self, checkpoint_id: str, rank_tokens: int) -> None:
         """Multiplies one rank's count by the number of ranks that saved, from the saved data loader. Collective."""
-        saved: dict[str, Any] = {"world_size": 0, "dp_world_size": 0, "loader": ()}
+        saved: dict[str, Any] = {"world_size": 0, "loader": ()}
         planner = LoadPlanner(allow_partial_load=True, allow_unclaimed=["*"])
         timeout_seconds = self._config.timeout_seconds
         try:
             load({DATALOADER: saved}, checkpoint_id, planner=planner, timeout_seconds=timeout_seconds)
         except MissingStateError:
             logger.warning(f"{checkpoint_id} does not say how many ranks saved it: tokens are counted as of these")
-        ranks = saved["world_size"] or saved["dp_world_size"] or _dp_size(self.states)
-        dp_size = saved["loader"][0]["dp_size"] if saved["loader"] else ranks
+        dp_size = saved["loader"][0]["dp_size"] if saved["loader"] else saved["world_size"] or _dp_size(self.states)
         # The checkpoint does not have the number of ranks that share a sequence: take this run's.
         self._train_state.set_run_tokens(rank_tokens * dp_size * _num_token_ranks(self.states) // _dp_size(self.states))
 
@@ -342,7 +325,7 @@ class ElasticCheckpointManager(CheckpointManager):
 
     def _options(self) -> Options:
         loader = self.states[DATALOADER]
-        return Options(self._config.changed_options(), _dp_size(self.states), type(loader) in _LOADERS, _SPLITS_SHARDS)
+        return Options(self._config.changed_options(), _dp_size(self.states), type(loader) in _TEXT_LOADERS)
 
     def _purge_stale_checkpoints(self) -> None:
         """Leaves steps at a URL to torchtitan; others are removed by the save itself, once it is committed."""
@@ -385,10 +368,9 @@ class _StepPlanner(LoadPlanner):
 
 
 def _dp_size(states: dict[str, Any]) -> int:
-    """The data-parallel size of this run: as its data loader says (ours, that of 0.3.0, that of torchtitan's main),
-    or as the trainer does."""
+    """The data-parallel size of this run: as its data loader says (ours, torchtitan's), or as the trainer does."""
     loader = states[DATALOADER]
-    sizes = [getattr(loader, name, None) for name in ("dp_size", "dp_world_size", "_dp_world_size")]
+    sizes = [getattr(loader, name, None) for name in ("dp_size", "dp_world_size")]
     told = [size for size in sizes if isinstance(size, int)]
     dims = getattr(states[TRAIN_STATE], "parallel_dims", None)
     if told:
@@ -415,7 +397,7 @@ def _warn_of_data_not_replaced(states: dict[str, Any]) -> None:
     if f"{__name__}.elastic_data" in names and not isinstance(loader, ElasticDataLoader):
         logger.warning(
             f"elastic_data has replaced nothing: the data loader is a {type(loader).__name__}, expected a "
-            f"{_LOADERS[1].__name__}; it goes on with as many data-parallel ranks as saved, no other number"
+            "HuggingFaceTextDataLoader; it goes on with as many data-parallel ranks as saved, no other number"
         )
 
 
@@ -424,3 +406,9 @@ def elastic_checkpoint(config: CheckpointManager.Config, **options: Any) -> Elas
     """Options: ``policy``, ``strict``, ``cast``, ``timeout_seconds``, ``on_error``, ``fallback``, ``retries``,
     ``max_failures``, ``signals``, ``grace_seconds``, ``exit_code``."""
     return derive(config, ElasticCheckpointManager.Config, **options)
+
+
+@override(target=HuggingFaceTextDataLoader.Config, exact=True, fqns=["dataloader"], description="data by shards")
+def elastic_data(config: HuggingFaceTextDataLoader.Config, **options: Any) -> ElasticTextDataLoader.Config:
+    """Options: ``num_shards``."""
+    return derive(config, ElasticTextDataLoader.Config, **options)

@@ -18,14 +18,13 @@ _TRAIN_STATE = "train_state"
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a run: those of ``elastic_checkpoint`` that are not the defaults, its data-parallel size, whether
-    ``elastic_data`` replaces, or could replace, its data loader, and whether that can split a saved shard.
+    """The options of a run: those of ``elastic_checkpoint`` that are not the defaults, its data-parallel size, and
+    whether ``elastic_data`` replaces, or could replace, its data loader.
     """
 
     checkpoint: Mapping[str, Any]
     dp_size: int
     has_elastic_data: bool
-    splits_shards: bool = True
 
 
 def in_flags(error: StateRefusedError, options: Options, excluded: Sequence[str] = ()) -> StateRefusedError:
@@ -51,20 +50,14 @@ def _flags_for(problem: Problem, options: Options) -> str | None:
         return None
     if option == "cast":
         return _flags({**checkpoint, "cast": remedy.value})
-    num_shards = int(remedy.value) if option == "num_shards" else _common_shards(int(remedy.value), options)
-    if options.has_elastic_data and num_shards is not None:
+    saved = int(remedy.value)
+    num_shards = saved if option == "num_shards" else math.lcm(saved, options.dp_size)
+    if options.has_elastic_data:
         return _flags(checkpoint, {"num_shards": num_shards})
     component = problem.fqn.split(".")[0]
     if option == "num_shards" or component == _TRAIN_STATE:  # a run at step 0 would overwrite the steps that it has
         return None
     return _flags({**checkpoint, "policy": {**checkpoint.get("policy", {}), component: "reset"}})
-
-
-def _common_shards(num_saved: int, options: Options) -> int | None:
-    """A number of shards with which the run's data loader can go on from so many entries of ranks."""
-    if options.splits_shards:
-        return math.lcm(num_saved, options.dp_size)
-    return num_saved if options.dp_size <= num_saved else None
 
 
 def _flags(checkpoint: Mapping[str, Any], data: Mapping[str, Any] | None = None) -> str:

@@ -1,4 +1,4 @@
-"""torchtitan 0.3.0's text data by virtual shards. Needs the loader of that release, which torchtitan's main has not."""
+"""torchtitan 0.3.0's text data by virtual shards."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any
 
 from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.config.override import derive
-from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
+from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.tools.logging import logger
 
 from torchtitan_ext.elastic import ElasticDataLoader, TorchtitanTextStreams
@@ -94,8 +93,3 @@ class ElasticTextDataLoader(ElasticDataLoader, BaseDataLoader):
             )
             state |= {} if theirs is None else {f"dp_rank_{self.dp_rank}": theirs, "world_size": self.dp_size}
         return state
-
-
-def elastic_data(config: HuggingFaceTextDataLoader.Config, **options: Any) -> ElasticTextDataLoader.Config:
-    """Options: ``num_shards``."""
-    return derive(config, ElasticTextDataLoader.Config, **options)
