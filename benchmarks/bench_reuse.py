@@ -38,9 +38,9 @@ def state_of(megabytes: int, step: int) -> dict[str, Any]:
 
 
 WAYS: dict[str, Callable[[dict[str, Any], Path], Any]] = {
-    "tte.save, reuse": lambda state, path: tte.save(state, path, reuse="latest", keep=2, no_dist=True),
-    "tte.save": lambda state, path: tte.save(state, path, keep=2, no_dist=True),
-    "tte.save, fingerprints": lambda state, path: tte.save(state, path, fingerprints=True, keep=2, no_dist=True),
+    "tte.save, reuse": lambda state, path: tte.save(state, path, reuse="latest", no_dist=True),
+    "tte.save": lambda state, path: tte.save(state, path, no_dist=True),
+    "tte.save, fingerprints": lambda state, path: tte.save(state, path, fingerprints=True, no_dist=True),
     "dcp.save": lambda state, path: dcp.save(state, checkpoint_id=path, no_dist=True),
 }
 

@@ -100,10 +100,6 @@ SAVES: dict[str, tuple[Act, Act]] = {
         lambda run: tte.save(state(), storage_writer=tte.FileWriter(run / "b"), fingerprints=True),
         lambda run: tte.save(state(), storage_writer=tte.FileWriter(run / "b", fingerprints=True)),
     ),
-    "and no path; give the path too": (
-        lambda run: tte.save(state(), storage_writer=tte.FileWriter(run / "b"), fallback=run / "c"),
-        lambda run: tte.save(state(), run / "b", storage_writer=tte.FileWriter(run / "b"), fallback=run / "c"),
-    ),
     "expected one of them: CpuStager(process=True)": (
         lambda run: tte.async_save(state(), run / "b", process=True, stager=CpuStager()),
         lambda run: tte.async_save(state(), run / "b", stager=CpuStager(process=True)).result(),
@@ -424,7 +420,6 @@ def test_classes_of_ones_own(tmp_path: Path) -> None:
     classes = [globals()[name.rpartition(".")[2]] for name in named[1].split(", ")]
     assert classes == [Colour, Options]
     for options in (
-        {"allow_classes": classes},
         {"planner": tte.LoadPlanner(allow_classes=classes)},
         {"planner": tte.LoadPlanner(weights_only=False)},
     ):
@@ -608,9 +603,6 @@ def test_weights_beside_a_checkpoint(tmp_path: Path) -> None:
     told = "expected a directory, in which the files are made; leave .safetensors out"
     refused(told, lambda: tte.weights.save(WEIGHTS, tmp_path / "d.safetensors"))
     tte.weights.save(WEIGHTS, tmp_path / "d")
-    told = "expected none: that is of checkpoints"
-    refused(told, lambda: tte.save(WEIGHTS, tmp_path / "step-1", keep=1, format="safetensors"))
-    tte.weights.save(WEIGHTS, tmp_path / "step-1")
 
 
 @pytest.mark.filterwarnings("ignore:save. the run goes on with step")

@@ -25,18 +25,12 @@ from torchtitan_ext.sync import sync_state_dict
 # Saves and planners.
 
 
-def test_limits_of_files(tmp_path: Path) -> None:
-    refused("tte.weights.save(state_dict, path, ...)", lambda: tte.save(WEIGHTS, tmp_path, max_file_bytes=20))
-    tte.weights.save(WEIGHTS, tmp_path, max_file_bytes=20)
-    assert len(list(tmp_path.glob("*.safetensors"))) == 2 and is_saved(tmp_path, WEIGHTS)
-
-
 @pytest.mark.filterwarnings("ignore:memory.//")
 def test_steps_at_a_url() -> None:
-    path = "memory://remedies/step-1"
-    refused("leave keep= out, and remove old ones", lambda: tte.save(WEIGHTS, path, keep=1))
-    tte.save(WEIGHTS, path)
-    assert is_saved(path, WEIGHTS)  # type: ignore[arg-type]
+    run, options = "memory://remedies", {"asynchronous": False}
+    refused("leave keep= out, and remove old ones", lambda: tte.CheckpointManager(run, keep=1, **options))
+    tte.CheckpointManager(run, **options).save(WEIGHTS, 1)
+    assert is_saved(f"{run}/step-1", WEIGHTS)  # type: ignore[arg-type]
 
 
 class Unset(tte.SavePlanner):

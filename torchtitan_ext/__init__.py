@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchtitan_ext import checkpoint as checkpoint
     from torchtitan_ext import delta as delta
-    from torchtitan_ext import elastic, errors, ops
+    from torchtitan_ext import elastic as elastic
+    from torchtitan_ext import errors as errors
     from torchtitan_ext import full as full
     from torchtitan_ext import integrations as integrations
     from torchtitan_ext import layout as layout
+    from torchtitan_ext import ops as ops
     from torchtitan_ext import ranks as ranks
     from torchtitan_ext import runs as runs
     from torchtitan_ext import state as state
@@ -49,15 +51,12 @@ __all__ = [
     "async_save",
     "check_replicas",
     "dry_run",
-    "elastic",
-    "errors",
     "fingerprint",
     "flatten_state_dict",
     "full_tensor",
     "install",
     "latest",
     "load",
-    "ops",
     "reshard",
     "save",
     "sync_module_states",
@@ -66,8 +65,8 @@ __all__ = [
 
 # Rooms that are reached by attribute too, as after ``import torchtitan_ext.sync``.
 _ROOMS = (
-    *("checkpoint", "delta", "full", "integrations", "layout", "ranks", "runs", "state", "storage", "sync", "transfer"),
-    *("transforms", "weights"),
+    *("checkpoint", "delta", "elastic", "errors", "full", "integrations", "layout", "ops", "ranks", "runs", "state"),
+    *("storage", "sync", "transfer", "transforms", "weights"),
 )
 
 _MODULE_OF = {
@@ -84,39 +83,26 @@ _MODULE_OF = {
     "fingerprint": "fingerprints",
 }
 
-# Names that were at the top until 0.2, by the room where they are: docs/use/migrate.md.
-_MOVED = {
-    "ShardOrder": "layout",
-    "broadcast_tensors": "sync",
-    **dict.fromkeys(("distribute_tensor", "get_full_state_dict", "set_full_state_dict"), "full"),
-    **dict.fromkeys(("installed", "uninstall"), "integrations"),
-    "plan_reshard": "transfer",
-}
-
 
 # A type checker that sees it takes any name for one of ours.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        if name not in __all__ and name not in _ROOMS and name not in _MOVED:
+        if name not in __all__ and name not in _ROOMS:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
-            module = importlib.import_module(f"{__name__}.{_MODULE_OF.get(name, _MOVED.get(name, name))}")
+            module = importlib.import_module(f"{__name__}.{_MODULE_OF.get(name, name)}")
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise
             raise ImportError(f"torchtitan_ext.{name} needs torch 2.11 or newer; run: pip install torch") from None
-        if name in _MOVED:
-            text = f"torchtitan_ext.{name} is torchtitan_ext.{_MOVED[name]}.{name} since 0.2"
-            importlib.import_module(f"{__name__}.errors").warn(text, DeprecationWarning)
-            return getattr(module, name)
         value = getattr(module, name) if name in _MODULE_OF else module
         globals()[name] = value
         return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, "__version__"})
+    return sorted({*__all__, *_ROOMS, "__version__"})
 
 
 if "torch" in sys.modules:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mounts import lost, mount_disk, namespace, own_mounts, read_only, why_forbidden
+from states import save_of_run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
@@ -82,9 +83,8 @@ def save(step: int, run: Path, *, is_async: bool, **options: Any) -> tuple[str, 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {"w": tte.full.distribute_tensor(torch.full((ROWS, 4), float(step)), mesh, [Shard(0)]), "step": step}
     path = run / f"step-{step}"
-    result = (
-        tte.async_save(state, path, **options).result(timeout=120) if is_async else tte.save(state, path, **options)
-    )
+    saved = save_of_run(state, path, is_async=is_async, **options)
+    result = saved.result(timeout=120) if is_async else saved
     return result.path, result.error
 
 
@@ -161,7 +161,7 @@ def train(folder: Path | None) -> list[float]:
             if folder is not None:
                 case = ("full", (0, 1, 2, 3)) if step in (3, 4) else ("read_only", (1,) if step == 5 else ())
                 with refusing(*case, disk):
-                    result = tte.save(job.state(), disk / f"step-{step}", keep=1, on_error="warn", max_failures=9)
+                    result = save_of_run(job.state(), disk / f"step-{step}", keep=1, on_error="warn", max_failures=9)
                 assert bool(result.error) == (step in (3, 4, 5))
         if folder is not None:
             assert tte.latest(disk) == disk / "step-6"

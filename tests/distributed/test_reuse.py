@@ -197,7 +197,7 @@ def test_dcp_save_shares_too(run_world, tmp_path: Path, ours_plans: bool) -> Non
 
 def save_in_background(rank: int, world_size: int, run: Path, process: bool) -> list[int]:
     return [
-        tte.async_save(state_on("fsdp2", step), run / f"step-{step}", reuse="latest", process=process, keep=2)
+        tte.async_save(state_on("fsdp2", step), run / f"step-{step}", reuse="latest", process=process)
         .result()
         .num_bytes
         for step in (1, 2, 3)
@@ -209,5 +209,4 @@ def save_in_background(rank: int, world_size: int, run: Path, process: bool) -> 
 def test_asynchronous_saves_share_too(run_world, tmp_path: Path, process: bool) -> None:
     written = run_world(2, save_in_background, tmp_path, process)[0]
     assert max(written[1:]) <= 1.1 * LORA_BYTES
-    assert sorted(os.listdir(tmp_path)) == ["step-2", "step-3"]
     check(run_world, tmp_path, ["fsdp2"], [2, 3])

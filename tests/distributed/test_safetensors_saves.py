@@ -8,7 +8,6 @@ import os
 import random
 import resource
 import signal
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from reference import same_bits
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from safetensors.torch import save_model as save_by_the_library
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -371,33 +369,6 @@ def test_a_checkpoint_is_not_replaced_by_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"format": "hf"}, 'got format=\'hf\', expected "dcp" or "safetensors"'),
-        ({"format": "safetensors", "fingerprints": True}, "got fingerprints=True for safetensors, expected none"),
-        ({"format": "safetensors", "reuse": "latest"}, "got reuse='latest' for safetensors, expected none"),
-        (
-            {"format": "safetensors", "step_pattern": "{step}"},
-            "got step_pattern='{step}' for safetensors",
-        ),
-        ({"format": "safetensors", "keep": 3}, "got keep=3 for safetensors, expected none"),
-        ({"format": "safetensors", "fallback": "s3://bucket/hf"}, "expected a directory"),
-        (
-            {"format": "dcp", "max_file_bytes": 10**9},
-            "got max_file_bytes for a checkpoint of DCP",
-        ),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:tte.save:DeprecationWarning")
-def test_arguments_of_old_that_do_not_go_together(tmp_path: Path, options: dict[str, Any], text: str) -> None:
-    with pytest.raises(WrongValueError, match=text):
-        tte.save({"w": torch.ones(2)}, tmp_path / "hf", no_dist=True, **options)
-    if options["format"] == "safetensors":
-        with pytest.raises(WrongValueError, match="storage_writer"):
-            tte.save({}, tmp_path, storage_writer=FileSystemWriter(tmp_path), format="safetensors", no_dist=True)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
         ({"max_file_bytes": 0}, "weights.save: got max_file_bytes=0, expected at least 1"),
         ({"path": "memory://bucket/hf"}, "expected a directory"),
         ({"path": "hf/model.safetensors"}, "expected a directory, in which the files"),
@@ -457,10 +428,6 @@ def save_by_other_rules(rank: int, world_size: int, path: Path) -> str:
         texts.append(str(caught.value))
     with pytest.raises(DifferentCallsError, match=r"rank 0 calls save, rank 1 weights.save"):
         (tte.weights.save if rank else tte.save)(state, path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        with pytest.raises(ReplicaMismatchError, match="make the same call with the same transform"):
-            tte.save(state, path, format=["dcp", "safetensors"][rank])
     return "\n".join(texts)
 
 

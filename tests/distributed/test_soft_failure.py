@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from states import save_of_run, step_of_run
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -56,8 +57,8 @@ class Full:
 
 def save(kind: str, stager: CpuStager | None, *arguments: Any, **options: Any) -> Any:
     if kind == "save":
-        return tte.save(*arguments, **options)
-    return tte.async_save(*arguments, stager=stager, **options).result(timeout=120)
+        return save_of_run(*arguments, **options)
+    return save_of_run(*arguments, is_async=True, stager=stager, **options).result(timeout=120)
 
 
 def train(rank: int, world_size: int, folder: Path, kind: str, full_ranks: tuple[int, ...]) -> list[Any]:
@@ -152,16 +153,13 @@ def test_another_directory_takes_what_the_first_refuses(run_world, tmp_path: Pat
         assert loaded_step(run, step, other) == expected
     shutil.rmtree(run / "step-3")
     assert loaded_step(run, "latest", other) == 2
-    state = {"step": 0}
-    with pytest.raises(tte.errors.NoCheckpointError, match="it has steps 1, 2"):
-        tte.load(state, run, step=7, fallback=other, no_dist=True)
-    with pytest.raises(ValueError, match="and no step"):
-        tte.load(state, run / "step-1", fallback=other, no_dist=True)
+    with pytest.raises(NoCheckpointError, match="it has steps 1, 2"):
+        step_of_run(run, 7, other)
 
 
 def loaded_step(run: Path, step: Any, fallback: Path) -> Any:
     state = {"step": 0}
-    tte.load(state, run, step=step, fallback=fallback, no_dist=True)
+    tte.load(state, step_of_run(run, step, fallback), no_dist=True)
     return state["step"]
 
 
@@ -173,7 +171,7 @@ def test_runs_that_share_a_fallback_directory(tmp_path: Path) -> None:
         run.write_text("the disk is lost")
     for step in (2, 3, 4):
         for number, run in enumerate(runs):
-            path = tte.save({"step": step, "run": number}, run / f"step-{step}", fallback=other, keep=2).path
+            path = save_of_run({"step": step, "run": number}, run / f"step-{step}", fallback=other, keep=2).path
             assert path == str(Path(folders_in_fallback(run, other)[0]) / f"step-{step}")
     for number, run in enumerate(runs):
         run.unlink()
@@ -182,18 +180,18 @@ def test_runs_that_share_a_fallback_directory(tmp_path: Path) -> None:
             for step in ("latest", "last-good"):
                 match = re.escape(f"{run} is not there or is empty, and the fallback ") + ".*pass step=4 to go on from"
                 with pytest.raises(AbsentRunError, match=match):
-                    tte.load({"step": 0}, run, step=step, fallback=other)
+                    step_of_run(run, step, other)
             assert loaded_step(run, 4, other) == 4
         run.rmdir()
         (tmp_path / f"disk-{number}").rename(run)
         state = {"step": 0, "run": -1}
-        tte.load(state, run, step="latest", fallback=other)
+        tte.load(state, step_of_run(run, "latest", other))
         assert state == {"step": 4, "run": number}
         assert loaded_step(run, 1, other) == 1
         with pytest.raises(NoCheckpointError, match="it has steps 1, 3, 4"):
-            tte.load(state, run, step=2, fallback=other)
+            step_of_run(run, 2, other)
     with pytest.raises(NoCheckpointError, match="has none of this run, it has run-[0-9a-f]{12}, run-"):
-        tte.load({"step": 0}, tmp_path / "c", step="latest", fallback=other)
+        step_of_run(tmp_path / "c", "latest", other)
 
 
 class UsersPlanner(tte.SavePlanner):
@@ -274,14 +272,14 @@ def test_a_lost_directory_is_made_again(tmp_path: Path) -> None:
     state = {"w": torch.ones(9)}
     tte.save(state, tmp_path / "run" / "step-1")
     shutil.rmtree(tmp_path / "run")
-    assert tte.save(state, tmp_path / "run" / "step-2", on_error="warn").error == ""
+    assert save_of_run(state, tmp_path / "run" / "step-2", on_error="warn").error == ""
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes into read-only directories")
 def test_a_read_only_directory(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(mode=0o500)
     with pytest.warns(UserWarning, match="nothing was saved"):
-        assert "Permission denied" in tte.save({"w": torch.ones(9)}, tmp_path / "run" / "a", on_error="warn").error
+        assert "Permission denied" in save_of_run({"w": torch.ones(9)}, tmp_path / "run" / "a", on_error="warn").error
 
 
 @pytest.mark.parametrize(
@@ -290,5 +288,5 @@ def test_a_read_only_directory(tmp_path: Path) -> None:
 )
 def test_arguments_that_make_no_sense(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(WrongValueError, match=next(iter(wrong))):
-        tte.save({"w": torch.ones(9)}, tmp_path / "step", **wrong)
-    assert not (tmp_path / "step").exists()
+        tte.CheckpointManager(tmp_path / "run", **wrong)
+    assert not (tmp_path / "run").exists()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from calls import Done, call
+from states import step_of_run
 
 import torchtitan_ext as tte
 from torchtitan_ext.cli.output import FINE, UNREADABLE, WRONG_USAGE
@@ -90,10 +91,10 @@ def test_steps_in_a_fallback(tmp_path: Path) -> None:
     for place in (run, away):
         tte.save({"step": 2}, Path(folders_in_fallback(place, tmp_path)[0], "step-2"), no_dist=True)
     state = {"step": 0}
-    tte.load(state, run, step="latest", fallback=tmp_path, no_dist=True)
+    tte.load(state, step_of_run(run, "latest", tmp_path), no_dist=True)
     assert state == {"step": 2}
     with pytest.raises(AbsentRunError):
-        tte.load(state, away, step="latest", fallback=tmp_path, no_dist=True)
+        step_of_run(away, "latest", tmp_path)
 
 
 def test_a_save_warns_once_for_a_run() -> None:

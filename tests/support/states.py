@@ -1,7 +1,9 @@
 """States for tests of storage: every kind of tensor, and how to compare two states bit for bit."""
 
+import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +11,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+
+import torchtitan_ext as tte
+from torchtitan_ext.checkpoint.operation.choose_step import StepChoice, choose_step
+from torchtitan_ext.checkpoint.operation.phases import Phases
+from torchtitan_ext.checkpoint.operation.save_job import OnStorageError, SaveJob
+from torchtitan_ext.checkpoint.operation.saves import Call, save_later, save_now
+from torchtitan_ext.storage.runs.retention import Keep
 
 DTYPES = [
     torch.float64,
@@ -146,3 +155,27 @@ def save(state: dict[str, Any], writer: StorageWriter, planner: SavePlanner | No
 def load(state: dict[str, Any], reader: StorageReader, planner: LoadPlanner | None = None) -> dict[str, Any]:
     dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
     return state
+
+
+def save_of_run(
+    state: dict[str, Any],
+    path: str | os.PathLike[str] | None = None,
+    *,
+    keep: int | None = None,
+    is_async: bool = False,
+    stager: Any = None,
+    no_dist: bool = False,
+    **options: Any,
+) -> Any:
+    """A save with options of a manager, to any place: its result, or the future of a save in a thread."""
+    handling = {one.name: options.pop(one.name) for one in fields(OnStorageError) if one.name in options}
+    options["planner"] = options.get("planner") or tte.SavePlanner()
+    job = SaveJob(path, keep=keep and Keep(keep), on_storage_error=OnStorageError(**handling), **options)
+    call = Call("async_save" if is_async else "save", no_dist=no_dist)
+    return save_later(state, job, call, stager) if is_async else save_now(state, job, call)
+
+
+def step_of_run(run: str | os.PathLike[str], step: StepChoice, fallback: str | os.PathLike[str]) -> Path | str:
+    """The place of a step that a manager with a fallback chooses."""
+    with Phases("load", None, no_dist=True, path=run) as phases:
+        return choose_step(run, step, phases, fallback=fallback)

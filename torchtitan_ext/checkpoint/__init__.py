@@ -17,14 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner as StockLoadPlanner
 from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
-from typing_extensions import Unpack
 
-from torchtitan_ext.checkpoint.old_options import (
-    OldLoadOptions,
-    OldSaveOptions,
-    note_old_load_options,
-    with_old_options,
-)
 from torchtitan_ext.checkpoint.operation.arguments import check_load, check_seconds, check_step, check_transform
 from torchtitan_ext.checkpoint.operation.choose_step import StepChoice, choose_step
 from torchtitan_ext.checkpoint.operation.load_phases import LoadJob, OtherMetadataError, load_state_dict
@@ -42,7 +35,6 @@ from torchtitan_ext.checkpoint.rules.report import LoadReport
 from torchtitan_ext.checkpoint.staging.stager import CpuStager
 from torchtitan_ext.errors import SavedOverError, WrongValueError, argument_error, check_argument
 from torchtitan_ext.metrics import begin_trace
-from torchtitan_ext.state.plain_value import check_classes
 from torchtitan_ext.storage.commit.branch import Branch
 from torchtitan_ext.transforms.rules import Transform
 
@@ -66,7 +58,6 @@ def save(
     trace: str | os.PathLike[str] | None = None,
     fingerprints: bool = False,
     reuse: str | os.PathLike[str] | None = None,
-    **old: Unpack[OldSaveOptions],
 ) -> SaveResult:
     """Saves a state dict; any layout, exactly. Collective over ``process_group``.
 
@@ -91,8 +82,6 @@ def save(
             not changed since is not written again: the new checkpoint links the files that hold it, or an object store
             copies them, and it stays whole whatever becomes of the earlier one. Takes fingerprints. A ``FileWriter`` of
             one's own has the same argument.
-        old: What is given to ``tte.CheckpointManager`` or ``tte.weights.save`` since 0.2 (docs/use/migrate.md): it
-            works, with a ``DeprecationWarning``.
 
     Returns:
         The place, the bytes and the seconds; reads the metadata on request.
@@ -115,8 +104,6 @@ def save(
         fingerprints=fingerprints,
         reuse=reuse,
     )
-    with call.checking():
-        job = with_old_options("save", job, old)
     return save_now(state_dict, job, call)
 
 
@@ -138,7 +125,6 @@ def load(
     no_dist: bool = False,
     timeout_seconds: float = TIMEOUT_SECONDS,
     trace: str | os.PathLike[str] | None = None,
-    **old: Unpack[OldLoadOptions],
 ) -> LoadReport:
     """Loads a checkpoint into a state dict of any layout, in place. Collective over ``process_group``.
 
@@ -171,8 +157,6 @@ def load(
         no_dist: Load into this process alone.
         timeout_seconds: How long a rank waits for the others in each phase.
         trace: As in ``save``.
-        old: What is given to ``tte.CheckpointManager`` or a ``LoadPlanner`` since 0.2 (docs/use/migrate.md): it works,
-            with a ``DeprecationWarning``.
 
     Returns:
         A report of what was done with each component, the same on every rank. With a planner of stock's it has the
@@ -182,31 +166,25 @@ def load(
         StateRefusedError: No target was changed; the same on every rank, listing all problems.
         CheckpointFailedError: A rank failed while reading; targets may be part-written, and it names them.
         NoCheckpointError: The run has no such step, or none that is good.
-        AbsentRunError: Nothing is at ``path``, whose disk may not be mounted, and the fallback has a step of this run.
         ProofFailedError: Loaded tensors are not what was saved; the same on every rank, and names them, the files and
             the ranks.
         LostRankError: A rank died, hangs, or did not come in time; the same on every rank, and names it.
         TypeError: An argument is of another type.
-        ValueError: Both ``path`` and ``sources``, two policies, or ``cast`` or ``allow_classes`` and a planner; a
+        ValueError: Both ``path`` and ``sources``, two policies, or ``cast`` and a planner; a
             transform beside ``sources`` or ``storage_reader``, or beside ``prove`` one that changes tensors; a policy
             or ``prove`` for a planner that knows none; or ``prove`` and a checkpoint without fingerprints.
     """
     with checking_arguments("load", process_group, no_dist=no_dist):
-        note_old_load_options(old)
-        fallback, allow_classes = old.get("fallback"), old.get("allow_classes", ())
         check_rules("load", policy, sources)
         check_load(state_dict, path, planner, storage_reader, process_group, has_sources=bool(sources))
         check_transform(transform, sources)
         check_seconds("load", timeout_seconds)
-        check_step(path, step, step_pattern, fallback)
-        check_classes("load", allow_classes)
-        if allow_classes and planner is not None:
-            raise ValueError("load: got allow_classes and a planner; give them to it: LoadPlanner(allow_classes=[...])")
+        check_step(path, step, step_pattern)
         if cast != "exact" and planner is not None:
             raise ValueError(
                 f"load: got cast={cast!r} and a planner; give it to the planner: LoadPlanner(cast={cast!r})"
             )
-        planner = LoadPlanner(cast=cast, allow_classes=allow_classes) if planner is None else planner
+        planner = LoadPlanner(cast=cast) if planner is None else planner
         policy = _policy_of_load(policy, planner, has_sources=bool(sources))
         check_argument("load", "prove", prove, bool, "True or False")
         if not isinstance(share_reads, bool) and share_reads not in ("auto", "host"):
@@ -228,7 +206,7 @@ def load(
     if path is not None and step is not None:
         with phases_at(path=path) as phases:
             raise_unasked(phases)
-            path = choose_step(path, step, phases, step_pattern, fallback)
+            path = choose_step(path, step, phases, step_pattern)
     sources = sources or [_source_at(path, storage_reader, planner, transform)]
     place = ", ".join(str(source.path) for source in sources if source.path is not None) or None
     with phases_at(path=place) as phases:
@@ -291,7 +269,6 @@ def async_save(
     reuse: str | os.PathLike[str] | None = None,
     stager: AsyncStager | None = None,
     process: bool = False,
-    **old: Unpack[OldSaveOptions],
 ) -> Future[SaveResult]:
     """Copies the state dict to the CPU (``staging``), then saves it in a thread. Collective over ``process_group``.
 
@@ -329,6 +306,4 @@ def async_save(
         fingerprints=fingerprints,
         reuse=reuse,
     )
-    with call.checking():
-        job = with_old_options("async_save", job, old)
     return save_later(state_dict, job, call, stager, process=process)

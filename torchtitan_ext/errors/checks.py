@@ -129,15 +129,14 @@ def clear_frames(error: BaseException) -> None:
             pending += [one.__cause__, one.__context__]
 
 
-_PASSED_OVER = ("torchtitan_ext", "torch", "contextlib", "functools", "concurrent", "threading", "importlib")
+_PASSED_OVER = ("torchtitan_ext", "torch", "contextlib", "functools", "concurrent", "threading")
 """Packages whose frames lie between the caller of an operation and its warnings."""
 
 
-def warn(text: str, category: type[Warning] = UserWarning) -> None:
+def warn(text: str) -> None:
     """Warns at the line outside of this package and of torch that called; of a thread at the line that warns."""
     frame: FrameType | None = sys._getframe(1)
     depth = 2
-    while frame is not None and (package := str(frame.f_globals.get("__name__")).split(".")[0]) in _PASSED_OVER:
-        frame = frame.f_back
-        depth += package != "importlib"  # Python does not count these
-    warnings.warn(text, category, stacklevel=2 if frame is None else depth)
+    while frame is not None and str(frame.f_globals.get("__name__")).split(".")[0] in _PASSED_OVER:
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(text, stacklevel=2 if frame is None else depth)

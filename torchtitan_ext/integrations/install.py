@@ -201,7 +201,7 @@ def _settings(function: str, planners: bool, storage: bool, options: dict[str, A
     if unknown:
         raise TypeError(f"{function}: got the option(s) {', '.join(unknown)}, expected some of {', '.join(known)}")
     on_storage_error = OnStorageError(**{name: options[name] for name in SOFT_OPTIONS if name in options})
-    on_storage_error.check(function, ".")
+    on_storage_error.check(function)
     if on_storage_error.fallback is not None and not is_local(on_storage_error.fallback):
         raise WrongValueError(f"{function}: got fallback={options['fallback']!r}, expected a local directory")
     settings = Settings(planners, storage, dict(options), on_storage_error)

@@ -135,7 +135,7 @@ class ElasticCheckpointManager(CheckpointManager):
         self.policy = ElasticPolicy(config.policy, strict=config.strict)
         self._train_state = RunTrainState(self.states[TRAIN_STATE], _num_token_ranks(self.states))
         self._on_storage_error = OnStorageError(config.on_error, config.fallback, config.retries, config.max_failures)
-        self._on_storage_error.check("elastic_checkpoint", self.folder)
+        self._on_storage_error.check("elastic_checkpoint")
         self._is_refused = self._is_last = False
         """Whether storage refused the last save that has ended; whether the last save of the run is made."""
         if self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:

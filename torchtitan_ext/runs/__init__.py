@@ -2,6 +2,5 @@
 
 from torchtitan_ext.ranks.signal_inbox import keep_worker
 from torchtitan_ext.runs.checkpoint_manager import CheckpointManager
-from torchtitan_ext.storage.runs.retention import Keep
 
-__all__ = ["CheckpointManager", "Keep", "keep_worker"]
+__all__ = ["CheckpointManager", "keep_worker"]

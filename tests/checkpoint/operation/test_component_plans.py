@@ -17,7 +17,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchtitan_ext as tte
 from torchtitan_ext.elastic import ElasticPolicy, Resharded, Source, World, reshard_state
-from torchtitan_ext.errors import CannotReshardError, CheckpointReadError, StateRefusedError
+from torchtitan_ext.errors import (
+    CannotReshardError,
+    CheckpointReadError,
+    MissingStateError,
+    StateRefusedError,
+    WrongValueError,
+)
 
 
 class Box:
@@ -354,5 +360,18 @@ def test_classes_are_allowed_for_values_of_every_kind(tmp_path: Path, policy: El
     tte.load(loaded, tmp_path, policy=policy, planner=planner, no_dist=True)
     assert loaded["optimizer"]["param_groups"][0]["settings"] == options == loaded["plain"]
     assert loaded["box"].state == {"a": options}
-    with pytest.raises(ValueError, match=r"^load: got allow_classes and a planner; give them to it"):
-        tte.load(loaded, tmp_path, planner=tte.LoadPlanner(), allow_classes=[Settings], no_dist=True)
+
+
+def test_a_part_of_a_checkpoint_is_loaded_by_default(tmp_path: Path) -> None:
+    tte.save({"model": {"a": torch.ones(2), "b": torch.ones(2)}, "step": 1}, tmp_path)
+    with pytest.warns(UserWarning, match="saved entries of model that nothing asks for are not loaded: model.b"):
+        report = tte.load({"model": {"a": torch.zeros(2)}}, tmp_path)
+    assert report.unexpected == ("model.b",) and "model  reshard  1 entry, 1 unexpected" in str(report)
+    with pytest.raises(MissingStateError, match="model.c"):
+        tte.load({"model": {"a": torch.zeros(2), "c": torch.zeros(2)}}, tmp_path)
+    tte.load({"model": {"a": torch.zeros(2)}}, tmp_path, policy=ElasticPolicy(unexpected="ignore"))
+    with pytest.raises(WrongValueError, match="got unexpected='keep'"):
+        ElasticPolicy(unexpected="keep")  # type: ignore[arg-type]
+    policy = ElasticPolicy({"a": "omit"}, strict="ignore", unexpected="warn")
+    assert eval(repr(policy)).unexpected == "warn" and policy.with_actions({}, strict="error").unexpected == "warn"
+    assert ElasticPolicy().with_actions({}, strict="ignore").unexpected == "ignore"

@@ -26,13 +26,14 @@ if __name__ == "__main__":
     run, uses_child, first = sys.argv[1], sys.argv[2] == "child", int(sys.argv[3])
     state = {f"w{index}": torch.empty(1 << 16) for index in range(24)}
     stager = CpuStager(process=uses_child, host_memory_bytes=None if uses_child else int(sys.argv[4]))
-    saved = None
+    manager, saved = tte.CheckpointManager(run, keep=2, stager=stager), None
     for step in range(first, first + 10_000):
         for tensor in state.values():
             tensor.fill_(step)
         if saved is not None:
             print("saved" if saved.exception() is None else "failed", step - 1, saved.exception(), flush=True)
-        saved = tte.async_save({**state, "step": step}, f"{run}/step-{step}", keep=2, stager=stager)
+        manager.save({**state, "step": step}, step)
+        saved = manager.pending
         print("started", step, stager.child()._process.pid if uses_child else 0, flush=True)
 """
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from states import blank, differences
+from states import blank, differences, save_of_run
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -195,7 +195,7 @@ def test_a_step_that_goes_while_steps_are_counted(tmp_path: Path, monkeypatch: p
         save_step(tmp_path / f"step-{step}", step)
     original = runs.step_paths
     monkeypatch.setattr(runs, "step_paths", lambda run, pattern: original(run, pattern) | {7: tmp_path / "step-7"})
-    tte.save(state_of(3), tmp_path / "step-3", no_dist=True, keep=2)
+    save_of_run(state_of(3), tmp_path / "step-3", no_dist=True, keep=2)
     monkeypatch.undo()
     assert sorted(runs.step_paths(tmp_path, None)) == [2, 3]
 

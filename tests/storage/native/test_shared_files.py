@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from states import blank, differences, load, mixed_state, save
+from states import blank, differences, load, mixed_state, save, save_of_run
 
 import torchtitan_ext as tte
 from torchtitan_ext import _core
@@ -146,7 +146,7 @@ def test_a_long_chain_gathers_neither_bytes_nor_files(tmp_path: Path) -> None:
     for step in range(1, 121):
         for fqn in chance.sample(sorted(state), 2):
             state[fqn] = torch.randn(4, 256)
-        save_step(tmp_path, step, {**state, "step": step}, keep=2, reuse="latest")
+        save_of_run({**state, "step": step}, tmp_path / f"step-{step}", no_dist=True, keep=2, reuse="latest")
         names = list((tmp_path / f"step-{step}").glob("*.distcp"))
         assert len(names) <= MAX_SHARED_FILES + 2
         assert disk_bytes(tmp_path / f"step-{step}") <= 2.2 * tensor_bytes(state) + 10_000

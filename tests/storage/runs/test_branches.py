@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from calls import call
-from states import blank, differences, save
+from states import blank, differences, save, save_of_run, step_of_run
 
 import torchtitan_ext as tte
 from torchtitan_ext import _core
@@ -33,12 +33,15 @@ def state_of(step: int, mark: float = 0.0) -> dict[str, Any]:
 
 
 def save_step(run: Path, step: int, mark: float = 0.0, **options: Any) -> SaveResult:
-    return tte.save(state_of(step, mark), run / f"step-{step}", no_dist=True, **options)
+    return save_of_run(state_of(step, mark), run / f"step-{step}", no_dist=True, **options)
 
 
-def loaded(run: Path, step: Any = None, mark: float = 0.0, **options: Any) -> int:
+def loaded(run: Path, step: Any = None, mark: float = 0.0, fallback: Path | None = None) -> int:
     state = blank(state_of(0))
-    tte.load(state, run, step=step, no_dist=True, **options)
+    if fallback is None:
+        tte.load(state, run, step=step, no_dist=True)
+    else:
+        tte.load(state, step_of_run(run, step, fallback), no_dist=True)
     assert differences(state, state_of(state["step"], mark)) == []
     return int(state["step"])
 
@@ -91,7 +94,7 @@ def test_newer_steps_are_set_aside_once_and_the_branch_goes_on(tmp_path: Path, w
                 writer = FileWriter(run / f"step-{step}")
                 dcp.save(state, storage_writer=writer, planner=tte.SavePlanner(), no_dist=True)
             elif way.startswith("in a"):
-                tte.async_save(state, run / f"step-{step}", keep=3, stager=stager).result()
+                save_of_run(state, run / f"step-{step}", keep=3, is_async=True, stager=stager).result()
             else:
                 save_step(run, step, 0.5, keep=3)
     stager.close()

@@ -48,14 +48,12 @@ def check_transform(transform: Any, sources: Sequence[Source]) -> None:
         raise WrongValueError("load: got a transform and sources; give it to them: Source(path, transform=...)")
 
 
-def check_step(path: Any, step: Any, pattern: Any = None, fallback: Any = None) -> None:
+def check_step(path: Any, step: Any, pattern: Any) -> None:
     """Raises TypeError or ValueError unless this is a step of a run at ``path``, or ``None``."""
     check_pattern("load", pattern)
-    check_argument("load", "fallback", fallback, (str, os.PathLike, NoneType), "a directory")
     if step is None:
-        for name, value in (("fallback", fallback), ("step_pattern", pattern)):
-            if value is not None:
-                raise ValueError(f"load: got {name}={str(value)!r} and no step, expected step='latest' or a number")
+        if pattern is not None:
+            raise ValueError(f"load: got step_pattern={pattern!r} and no step, expected step='latest' or a number")
         return
     if not (isinstance(step, int) and not isinstance(step, bool)) and step not in ("latest", "last-good"):
         raise argument_error("load", "step", step, "a number, 'latest' or 'last-good'")

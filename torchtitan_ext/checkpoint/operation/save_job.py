@@ -15,7 +15,7 @@ from torchtitan_ext.checkpoint.operation.arguments import check_group, check_pat
 from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
 from torchtitan_ext.errors import WrongValueError, check_argument, check_choice, check_count, value_error
 from torchtitan_ext.storage.commit.branch import Branch
-from torchtitan_ext.storage.commit.steps import folders_in_fallback, step_of
+from torchtitan_ext.storage.commit.steps import folders_in_fallback
 from torchtitan_ext.storage.location import is_local, is_plain_url, is_url
 from torchtitan_ext.storage.runs.retention import Keep
 from torchtitan_ext.storage.weights.writer import MAX_FILE_BYTES
@@ -37,7 +37,7 @@ class OnStorageError:
     retries: int = 0
     max_failures: int = 3
 
-    def check(self, operation: str, path: object) -> None:
+    def check(self, operation: str) -> None:
         check_choice(operation, "on_error", self.on_error, OnError)
         for name, least in (("retries", 0), ("max_failures", 1)):
             number = getattr(self, name)
@@ -45,10 +45,6 @@ class OnStorageError:
                 raise value_error(operation, name, number, f"a whole number of at least {least}")
         if self.fallback is not None:
             check_argument(operation, "fallback", self.fallback, (str, os.PathLike), "a directory")
-            if path is None:
-                raise WrongValueError(
-                    f"{operation}: got fallback={str(self.fallback)!r} and no path; give the path too"
-                )
 
     def __post_init__(self) -> None:
         # The working directory may be another one when an asynchronous save needs it.
@@ -113,14 +109,14 @@ class SaveJob:
         expected = "a DCP storage writer, such as FileSystemWriter(path)"
         check_argument(operation, "storage_writer", self.storage_writer, (StorageWriter, NoneType), expected)
         check_group(operation, group)
-        self.on_storage_error.check(operation, self.path)
+        self.on_storage_error.check(operation)
         check_choice(operation, "branch", self.branch, Branch)
         check_argument(operation, "fingerprints", self.fingerprints, bool, "True or False")
         check_argument(operation, "reuse", self.reuse, (str, os.PathLike, NoneType), 'a checkpoint or "latest"')
         self._check_options_of_files(operation)
         if self.format == "safetensors":
             self._check_weights(operation)
-        self._check_keep(operation)
+        self._check_pattern(operation)
         reuse = self.reuse
         if reuse is not None and reuse != "latest" and is_local(reuse):
             reuse = os.path.abspath(reuse)
@@ -147,7 +143,7 @@ class SaveJob:
             (self.branch == "error", "branch='error'", self.path, is_url, "newer steps at a URL are not looked for"),
             (reuse is not None, f"reuse={reuse!r}", self.path, is_plain_url, "other storage has no links"),
             (self.fingerprints, "fingerprints=True", self.path, is_plain_url, "they stand in an index of our files"),
-            (self.keep is not None, keep, self.place, is_plain_url, removes),
+            (self.keep is not None, keep, self.path, is_plain_url, removes),
         ):
             if is_asked and place is not None and is_refused(place):
                 raise WrongValueError(f"{operation}: got {option} and {str(place)!r}, expected a directory: {why}")
@@ -157,43 +153,24 @@ class SaveJob:
             )
 
     def _check_weights(self, operation: str) -> None:
-        """Raises TypeError or ValueError unless safetensors can be written so, to this path and to the fallback."""
-        for name in ("storage_writer", "keep", "step_pattern", "fingerprints", "reuse"):
-            value = self.keep.newest if name == "keep" and self.keep else getattr(self, name)
-            if value:
-                raise WrongValueError(
-                    f"{operation}: got {name}={value!r} for safetensors, expected none: that is of checkpoints"
-                )
+        """Raises TypeError or ValueError unless safetensors can be written so, to this path."""
         check_count(operation, "max_file_bytes", self.max_file_bytes)
         check_argument(operation, "transform", self.transform, (Transform, NoneType), "a tte.transforms.Transform")
-        fallback = self.on_storage_error.fallback
-        for name, place, is_refused in (("the path ", self.path, is_plain_url), ("fallback=", fallback, is_url)):
-            if place is not None and is_refused(place):
-                raise WrongValueError(
-                    f"{operation}: got {name}{str(place)!r}, expected a directory: safetensors files are not written "
-                    "to this URL"
-                )
+        if self.path is not None and is_plain_url(self.path):
+            raise WrongValueError(
+                f"{operation}: got the path {str(self.path)!r}, expected a directory: safetensors files are not "
+                "written to this URL"
+            )
         if self.path is not None and os.fspath(self.path).endswith(".safetensors"):
             raise WrongValueError(
                 f"{operation}: got the path {str(self.path)!r}, expected a directory, in which the files are made; "
                 "leave .safetensors out"
             )
 
-    def _check_keep(self, operation: str) -> None:
-        keep, pattern = self.keep, self.step_pattern
-        check_pattern(operation, pattern)
-        if keep is None:
-            if pattern is not None and self.reuse != "latest":
-                raise WrongValueError(
-                    f"{operation}: got step_pattern={pattern!r} and no reuse='latest': nothing asks for the steps of "
-                    "the run"
-                )
-            return
-        check_count(operation, "keep", keep.newest)
-        check_count(operation, "keep_every", 1 if keep.every is None else keep.every)
-        if self.place is None or step_of(self.place, pattern) is None:
-            name = "step-<number>" if pattern is None else pattern
+    def _check_pattern(self, operation: str) -> None:
+        check_pattern(operation, self.step_pattern)
+        if self.keep is None and self.step_pattern is not None and self.reuse != "latest":
             raise WrongValueError(
-                f"{operation}: got keep={keep.newest} and the path {str(self.place)!r}, expected a directory "
-                f"<run>/{name}"
+                f"{operation}: got step_pattern={self.step_pattern!r} and no reuse='latest': nothing asks for the "
+                "steps of the run"
             )

@@ -40,11 +40,6 @@ class Keep:
     newest: int
     every: int | None = None
 
-    @staticmethod
-    def of(keep: int | Keep | None) -> Keep | None:
-        """What a caller may give: a number is that of the newest steps, and ``None`` keeps all."""
-        return keep if keep is None or isinstance(keep, Keep) else Keep(keep)
-
     def for_good(self, step: int) -> bool:
         """Whether a step stays, however old it gets."""
         return self.every is not None and step % self.every == 0
