@@ -33,11 +33,11 @@ from plan_measures import (
     a_rank_of,
     measure_finish,
     measure_our_load,
-    measure_our_saves,
+    measure_our_save,
     measure_rank_load,
-    measure_rank_saves,
+    measure_rank_save,
     measure_stock_load,
-    measure_stock_saves,
+    measure_stock_save,
     with_places,
 )
 from result_file import measure_seconds, write_results
@@ -50,7 +50,7 @@ from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
 from torchtitan_ext.state.value_digest import digest_large
 
 WORLD_SIZES = [8, 64, 256, 1024, 8192]
-PHASES = ["first_save", "second_save", "load"]
+PHASES = ["save", "load"]
 # Write results have an entry per shard and rank.
 MAX_WRITE_RESULTS = 300_000
 # The cases of which a rank of stock is measured too: 405B on 1,024 ranks takes it half a minute.
@@ -87,8 +87,9 @@ def run_case(case: Case, stock_ranks: int, clock: Clock, *, is_stock_rank_run: b
 
 def measure_ours(case: Case, clock: Clock) -> tuple[dict[str, Measured], Metadata, SavePlan]:
     """Our coordinator's figures, the metadata, and the answer to one rank."""
-    ours, metadata = measure_our_saves(case, clock)
-    answer = ours["first_save"].result[0][a_rank_of(case)]
+    ours = {"save": measure_our_save(case, clock)}
+    plans, metadata = ours["save"].result
+    answer = plans[a_rank_of(case)]
     loads = {"load": case}
     if isinstance(case, Training):
         loads["load"] = replace(case, num_ranks=2 * case.num_ranks)
@@ -108,16 +109,16 @@ def measure_ranks(
     """Seconds of one rank by phase, ours and stock's; and what a rank of stock sends to load."""
     rank = a_rank_of(case)
     state = case.state(rank)
-    ours = measure_rank_saves(state, SavePlanner, answer, clock)
+    ours = [measure_rank_save(state, SavePlanner, answer, clock)]
     seconds, _, plan = measure_rank_load(state, metadata, LoadPlanner, clock)
     # Once more, with a place in a file for each chunk that is read: those are looked up.
     ours.append(measure_rank_load(state, with_places(metadata, plan), LoadPlanner, clock)[0])
-    stock: list[float | None] = [None, None, None]
+    stock: list[float | None] = [None, None]
     sent = None
     if is_stock_rank_run:
         stock_clock = clock_of_stock(case, clock)
-        stock[:2] = measure_rank_saves(state, DefaultSavePlanner, None, stock_clock)
-        stock[2], sent, _ = measure_rank_load(state, metadata, DefaultLoadPlanner, stock_clock)
+        stock[0] = measure_rank_save(state, DefaultSavePlanner, None, stock_clock)
+        stock[1], sent, _ = measure_rank_load(state, metadata, DefaultLoadPlanner, stock_clock)
     return {
         phase: {"rank_seconds": mine, "stock_rank_seconds": other}
         for phase, mine, other in zip(PHASES, ours, stock, strict=True)
@@ -135,7 +136,7 @@ def measure_stock(
         most = max(stock_ranks, MIN_RANKS) if is_whole else stock_ranks
         base = replace(case, name="", num_ranks=min(case.num_ranks, most))
     clock = clock_of_stock(case, clock)
-    stock = dict(stock_saves(base, clock))
+    stock = {"save": stock_save(base, clock)}
     if load_plan is not None:
         stock["load"] = measure_stock_load(base.num_ranks, load_plan, clock)
     return stock, case.num_ranks / base.num_ranks
@@ -148,11 +149,10 @@ def clock_of_stock(case: Case, clock: Clock) -> Clock:
 
 
 @functools.cache
-def stock_saves(case: Case, clock: Clock) -> dict[str, Measured]:
+def stock_save(case: Case, clock: Clock) -> Measured:
     """Of one world, which stands for larger ones too."""
-    found = measure_stock_saves(case, clock)
-    for measured in found.values():
-        measured.result = None
+    found = measure_stock_save(case, clock)
+    found.result = None
     return found
 
 

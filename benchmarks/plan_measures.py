@@ -18,13 +18,11 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.planners.items import ReadDecision
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
-from torchtitan_ext.checkpoint.planners.plan_cache import CachedTable
 from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.rules.load_rules import ReadRequest
 from torchtitan_ext.checkpoint.tables.key_table import ObjectEntry, TensorEntry
@@ -119,34 +117,17 @@ def status_bytes(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
-def empty_caches() -> None:
-    """Forgets what planners keep between saves."""
-    for name, cache in vars(StockSavePlanner).items():
-        if name.startswith("_cached_"):
-            cache.clear()
-
-
 def a_rank_of(case: Case) -> int:
     """A rank that is neither the first nor the coordinator's neighbour."""
     return min(case.num_ranks // 2 + 1, case.num_ranks - 1)
 
 
-def measure_our_saves(case: Case, clock: Clock) -> tuple[dict[str, Measured], Metadata]:
-    """First and second save, and the metadata."""
-    messages = case.messages()
-    planner = SavePlanner(enable_plan_caching=True)
+def measure_our_save(case: Case, clock: Clock) -> Measured:
+    """The coordinator's part of a save; the plans and the metadata are its result."""
+    planner = SavePlanner()
     planner.is_coordinator = True
-    empty_caches()
-    sent = [pickle.dumps(SavePlan([], planner_data=message)) for message in messages]
-    first = clock.coordinator(sent, planner.create_global_plan)
-    token = first.result[0][0].planner_data.token
-    cached = [
-        SavePlan([], planner_data=CachedTable(table.structure, token, rank, table.digests), usable=False)
-        for rank, table in enumerate(messages)
-    ]
-    second = clock.coordinator([pickle.dumps(plan) for plan in cached], planner.create_global_plan)
-    assert not any(plan.usable for plan in second.result[0])
-    return {"first_save": first, "second_save": second}, first.result[1]
+    sent = [pickle.dumps(SavePlan([], planner_data=message)) for message in case.messages()]
+    return clock.coordinator(sent, planner.create_global_plan)
 
 
 def measure_our_load(case: Case, metadata: Metadata, clock: Clock) -> Measured:
@@ -159,18 +140,10 @@ def measure_our_load(case: Case, metadata: Metadata, clock: Clock) -> Measured:
     return clock.coordinator([pickle.dumps(plan) for plan in requests], planner.create_global_plan)
 
 
-def measure_stock_saves(case: Case, clock: Clock) -> dict[str, Measured]:
-    """First and second save of stock."""
+def measure_stock_save(case: Case, clock: Clock) -> Measured:
+    """The same of stock."""
     sent = [pickle.dumps(_stock_plan(case, rank)) for rank in range(case.num_ranks)]
-    planner = DefaultSavePlanner(enable_plan_caching=True)
-
-    def plan_first(plans: list[SavePlan]) -> Any:
-        empty_caches()
-        return planner.create_global_plan(plans)
-
-    first = clock.coordinator(sent, plan_first)
-    again = [pickle.dumps(SavePlan([], usable=False))] * case.num_ranks
-    return {"first_save": first, "second_save": clock.coordinator(again, planner.create_global_plan)}
+    return clock.coordinator(sent, DefaultSavePlanner().create_global_plan)
 
 
 def measure_stock_load(num_ranks: int, plan_of_rank: LoadPlan, clock: Clock) -> Measured:
@@ -203,29 +176,25 @@ def _stock_plan(case: Case, rank: int) -> SavePlan:
     return SavePlan(items, planner_data=dict(table.stock_paths))
 
 
-def measure_rank_saves(state: dict[str, Any], make: type, answer: SavePlan | None, clock: Clock) -> list[float]:
-    """One rank's part of the first and of the second save: before the gather, and after the scatter.
+def measure_rank_save(state: dict[str, Any], make: type, answer: SavePlan | None, clock: Clock) -> float:
+    """One rank's part of a save: before the gather, and after the scatter.
 
     Args:
         answer: What the coordinator told the rank; stock's is as the rank's own plan.
     """
 
-    def once(new_plan: SavePlan | None) -> tuple[float, None]:
-        planner = make(enable_plan_caching=True)
+    def once() -> tuple[float, None]:
+        planner = make()
         begin = time.process_time()
         planner.set_up_planner(state, is_coordinator=False)
         plan = planner.create_local_plan()
         end = time.process_time()
-        new_plan = plan if new_plan is None else pickle.loads(pickle.dumps(new_plan))
+        new_plan = plan if answer is None else pickle.loads(pickle.dumps(answer))
         middle = time.process_time()
         planner.finish_plan(new_plan)
         return end - begin + time.process_time() - middle, None
 
-    def first() -> tuple[float, None]:
-        empty_caches()
-        return once(answer)
-
-    return [clock.best(first)[0], clock.best(lambda: once(SavePlan([], usable=False)))[0]]
+    return clock.best(once)[0]
 
 
 def measure_rank_load(

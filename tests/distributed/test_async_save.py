@@ -312,7 +312,7 @@ def async_save_in_process(rank: int, world_size: int, layout: HandMade, folder: 
                 lambda state, path=folder / str(step): dcp.async_save(
                     state,
                     checkpoint_id=path,
-                    planner=tte.SavePlanner(enable_plan_caching=True),
+                    planner=tte.SavePlanner(),
                     async_checkpointer_type=AsyncCheckpointerType.PROCESS,
                 ),
                 {"model": build_handmade(layout, truth), "step": step},

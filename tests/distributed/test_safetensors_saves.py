@@ -474,17 +474,17 @@ def test_a_writer_that_is_told_the_file_of_each_tensor(run_world: Callable[..., 
     run_world(2, save_numbered, tmp_path)
 
 
-def save_with_cached_plans(rank: int, world_size: int, path: Path) -> None:
+def save_with_one_planner(rank: int, world_size: int, path: Path) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
-    planner = tte.SavePlanner(enable_plan_caching=True)
+    planner = tte.SavePlanner()
     for number, save in enumerate((tte.weights.save, tte.weights.save, tte.save, tte.weights.save)):
         local = torch.full((3,), float(10 * number + rank))
         state = {"w": DTensor.from_local(local, mesh, [Shard(0)], run_check=False)}
         save(state, path / str(number), planner=planner)
 
 
-def test_plans_that_are_cached(run_world: Callable[..., Any], tmp_path: Path) -> None:
-    run_world(2, save_with_cached_plans, tmp_path)
+def test_a_planner_of_several_saves(run_world: Callable[..., Any], tmp_path: Path) -> None:
+    run_world(2, save_with_one_planner, tmp_path)
     for number in (0, 1, 3):
         wanted = torch.tensor([10.0 * number] * 3 + [10.0 * number + 1] * 3)
         assert_same(read_by_the_library(tmp_path / str(number)), {"w": wanted})

@@ -248,11 +248,11 @@ def test_what_is_replaced_and_what_is_left_alone(users: list[Any], tmp_path: Pat
 def test_options_are_carried_over(users: list[Any], tmp_path: Path) -> None:
     state = {"a": {"w": torch.arange(3.0)}, "step": 3}
     with tte.integrations.installed(replicas="first", verify="all", cast="allow"):
-        planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True, enable_plan_caching=True)
+        planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
         writer = FileSystemWriter(tmp_path / "0", sync_files=False, thread_count=2, overwrite=False)
         dcp.save(state, planner=planner, storage_writer=writer, no_dist=True)
         ours, files = users
-        assert not ours.flatten_state_dict and ours.dedup_save_to_lowest_rank and ours._enable_plan_caching
+        assert not ours.flatten_state_dict and ours.dedup_save_to_lowest_rank
         assert ours._replicas == "first"
         assert (files.path, files.sync, files.thread_count, files.overwrite) == (tmp_path / "0", False, 2, False)
         users.clear()

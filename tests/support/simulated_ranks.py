@@ -2,17 +2,15 @@
 
 import io
 import pickle
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import torch
 from reference import Step, dtensor_steps, index_tensor, shard_steps
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
@@ -29,7 +27,6 @@ class Saved:
     metadata: Metadata
     values: dict[MetadataIndex, torch.Tensor | bytes]
     writers: dict[MetadataIndex, int]
-    plans: list[SavePlan]
 
 
 @dataclass
@@ -38,25 +35,6 @@ class Loaded:
 
     items: list[list[ReadItem]]
     planners: list[tte.LoadPlanner]
-
-
-@dataclass
-class Processes:
-    """The plan caches of processes: what a planner leaves behind in one is not seen in another."""
-
-    caches: dict[int, dict[str, Any]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(dict)))
-
-    @contextmanager
-    def on(self, process: int) -> Iterator[None]:
-        names = [name for name in vars(SavePlanner) if name.startswith("_cached_")]
-        before = {name: getattr(SavePlanner, name) for name in names}
-        for name in names:
-            setattr(SavePlanner, name, self.caches[process][name])
-        try:
-            yield
-        finally:
-            for name, cache in before.items():
-                setattr(SavePlanner, name, cache)
 
 
 def mesh_at(rank: int, mesh_shape: Sequence[int], names: tuple[str, ...] | None = None) -> DeviceMesh:
@@ -96,34 +74,30 @@ def save(
     make: Callable[[], tte.SavePlanner] = tte.SavePlanner,
     *,
     storage_data: Any = None,
-    processes: Processes | None = None,
-    group: Sequence[int] | None = None,
 ) -> Saved:
     """Saves one state per rank; the first rank coordinates.
 
     Args:
         storage_data: What a storage writer puts into the local plans.
-        processes: Those of an earlier save, to go on with their caches.
-        group: The processes that take part; all by default.
     """
-    processes = Processes() if processes is None else processes
-    group = range(len(states)) if group is None else group
     planners = [make() for _ in states]
     plans = []
     # Unless the test says how large the world is.
-    ranks = mock.Mock(return_value=list(group)) if save_planner.scope_ranks is scope_ranks else save_planner.scope_ranks
+    ranks = (
+        mock.Mock(return_value=list(range(len(states))))
+        if save_planner.scope_ranks is scope_ranks
+        else save_planner.scope_ranks
+    )
     for rank, (planner, state) in enumerate(zip(planners, states, strict=True)):
-        with processes.on(group[rank]), mock.patch.object(save_planner, "scope_ranks", ranks):
+        with mock.patch.object(save_planner, "scope_ranks", ranks):
             planner.set_up_planner(state, is_coordinator=rank == 0)
             plan = planner.create_local_plan()
         plans.append(sent(plan if storage_data is None else replace(plan, storage_data=storage_data)))
-    with processes.on(group[0]):
-        global_plans, metadata = planners[0].create_global_plan(plans)
+    global_plans, metadata = planners[0].create_global_plan(plans)
     values: dict[MetadataIndex, torch.Tensor | bytes] = {}
     writers: dict[MetadataIndex, int] = {}
     for rank, (planner, plan) in enumerate(zip(planners, global_plans, strict=True)):
-        with processes.on(group[rank]):
-            final = planner.finish_plan(sent(plan))
+        final = planner.finish_plan(sent(plan))
         for item in final.items:
             data = planner.resolve_data(item)
             assert item.index not in values, f"{item.index} is written by ranks {writers[item.index]} and {rank}"
@@ -133,7 +107,7 @@ def save(
             else:
                 assert tuple(data.shape) == tuple(item.tensor_data.chunk.sizes)
                 values[item.index] = data.clone()
-    return Saved(sent(metadata), values, writers, plans)
+    return Saved(sent(metadata), values, writers)
 
 
 def load(

@@ -66,7 +66,7 @@ SOFT_OPTIONS = tuple(one.name for one in fields(OnStorageError))
 """The options of saves that storage refuses: those of ``tte.CheckpointManager``, for saves that write our files."""
 
 # Attributes of stock's planner that ours takes over.
-_OF_SAVE_PLANNER = "flatten_state_dict flatten_sharded_tensors dedup_save_to_lowest_rank _enable_plan_caching"
+_OF_SAVE_PLANNER = "flatten_state_dict flatten_sharded_tensors dedup_save_to_lowest_rank"
 
 # Parameters of DCP's functions, by which this module knows them.
 _SAVE = "state_dict storage_writer process_group coordinator_rank no_dist planner use_collectives"

@@ -2,7 +2,6 @@
 
 import enum
 import io
-import pickle
 import re
 import socket
 import warnings
@@ -15,7 +14,7 @@ import pytest
 import torch
 from boxed_tensors import states_of
 from reference import Step, dtensor_steps, fsdp_steps, index_tensor
-from simulated_ranks import Processes, mesh_at, save, sent, shards
+from simulated_ranks import mesh_at, save, sent, shards
 from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -330,132 +329,6 @@ def test_several_boxes_are_refused_by_storage_that_keeps_one() -> None:
     save(states_of("halves")[1], storage_data={"shard_index": 1, "fqn_to_index_mapping": None})
 
 
-# Plan caching.
-
-
-def caching() -> tte.SavePlanner:
-    return tte.SavePlanner(enable_plan_caching=True)
-
-
-def two_ranks(value: float, dtype: torch.dtype = torch.float32) -> list[dict[str, Any]]:
-    whole = torch.full((5, 2), value, dtype=dtype)
-    states = shards(whole, (2,), Shard(0))
-    return [{**state, "step": int(value)} for state in states]
-
-
-def test_an_unchanged_state_sends_no_plan_and_writes_the_new_values() -> None:
-    processes = Processes()
-    for value in range(3):
-        saved = save(two_ranks(value), caching, processes=processes)
-        for plan in saved.plans:
-            assert plan.items == [] and plan.usable == (value == 0)
-        tensors = [entry for entry in saved.values.values() if isinstance(entry, torch.Tensor)]
-        assert all(bool((tensor == value).all()) for tensor in tensors) and len(tensors) == 2
-        assert len(saved.metadata.state_dict_metadata["w"].chunks) == 2
-
-
-def test_a_cached_plan_is_much_smaller() -> None:
-    weight = torch.zeros(20_000)
-    states = [{f"layers.{index}.weight": weight for index in range(5_000)} for _ in range(2)]
-    processes = Processes()
-    first, second = (save(states, caching, processes=processes).plans[0] for _ in range(2))
-    assert len(pickle.dumps(second)) * 2 < len(pickle.dumps(first)) < 2_000
-
-
-def test_a_change_of_dtype_under_the_same_keys_is_a_new_plan() -> None:
-    processes = Processes()
-    save(two_ranks(1), caching, processes=processes)
-    saved = save(two_ranks(1, torch.bfloat16), caching, processes=processes)
-    assert all(plan.usable for plan in saved.plans)
-    assert saved.metadata.state_dict_metadata["w"].properties.dtype == torch.bfloat16
-    again = save(two_ranks(2), caching, processes=processes)
-    assert not any(plan.usable for plan in again.plans)
-    assert again.metadata.state_dict_metadata["w"].properties.dtype == torch.float32
-
-
-def test_one_rank_that_changes_makes_a_new_plan_for_all() -> None:
-    processes = Processes()
-    save(two_ranks(1), caching, processes=processes)
-    states = two_ranks(2)
-    states[1]["extra"] = torch.zeros(3)
-    saved = save(states, caching, processes=processes)
-    assert [plan.usable for plan in saved.plans] == [False, True]
-    assert set(saved.metadata.state_dict_metadata) == {"w", "step", "extra"} and len(saved.values) == 4
-
-
-def test_storage_data_of_this_save_is_used_not_that_of_the_first() -> None:
-    processes = Processes()
-    for prefix in ("first", "second"):
-        planner = caching()
-        with processes.on(0):
-            planner.set_up_planner({"w": torch.zeros(2)}, is_coordinator=True)
-            (plan,), _ = planner.create_global_plan([planner.create_local_plan()])
-            final = planner.finish_plan(replace(plan, storage_data=prefix))
-        assert final.storage_data == prefix and len(final.items) == 1
-
-
-def test_replicas_are_compared_although_the_plan_is_cached() -> None:
-    processes = Processes()
-    save([{"step": 1}, {"step": 1}], caching, processes=processes)
-    with pytest.raises(ReplicaMismatchError, match="step: ranks 0 and 1"):
-        save([{"step": 2}, {"step": 3}], caching, processes=processes)
-
-
-def test_replicas_that_begin_to_differ_are_written_by_the_lowest_rank() -> None:
-    def states(other: float) -> list[dict[str, Any]]:
-        return [{"a": torch.zeros(9), "b": torch.full((9,), rank * other)} for rank in range(2)]
-
-    processes = Processes()
-    assert set(save(states(0), caching, processes=processes).writers.values()) == {0, 1}
-    with pytest.warns(UserWarning, match="b: ranks 0 and 1"):
-        saved = save(states(5), caching, processes=processes)
-    assert torch.equal(saved.values[MetadataIndex("b", (0,), 0)], torch.zeros(9))
-
-
-@pytest.mark.parametrize("group", [[0, 1], [0, 2], [0, 2, 1]], ids=str)
-def test_other_ranks_in_the_group_make_a_new_plan(group: list[int]) -> None:
-    processes = Processes()
-    state = {f"w{index}": torch.ones(4) for index in range(6)}
-    save([state] * 3, caching, processes=processes)
-    saved = save([state] * len(group), caching, processes=processes, group=group)
-    assert not any(plan.usable for plan in saved.plans)
-    assert {index.fqn for index in saved.values} == set(state)
-
-
-def test_another_coordinator_is_an_error_whose_remedy_helps() -> None:
-    processes = Processes()
-    states = [{"step": 1}] * 2
-    save([{"step": 1}] * 3, caching, processes=processes)
-    with pytest.raises(StateRefusedError, match="rank 0 refers to a plan .*save once with enable_plan_caching=False"):
-        save(states, caching, processes=processes, group=[1, 2])
-    save(states, processes=processes, group=[1, 2])
-    assert len(save(states, caching, processes=processes, group=[1, 2]).values) == 1
-
-
-def test_plans_that_are_made_anew_again_and_again_drop_no_plan_that_a_rank_refers_to() -> None:
-    processes = Processes()
-    alternating = [{"w": torch.ones(4)}] * 2
-    save(alternating, caching, processes=processes)
-    for step in range(6):  # More than a cache holds; replicas that differ make a new plan each time.
-        with pytest.warns(UserWarning, match="b: ranks 0 and 1"):
-            save([{"b": torch.full((9,), float(rank + step))} for rank in range(2)], caching, processes=processes)
-    assert len(save(alternating, caching, processes=processes).values) == 1
-    assert not any(plan.usable for plan in save(alternating, caching, processes=processes).plans)
-
-
-def test_the_caches_stay_small() -> None:
-    processes = Processes()
-    for size in range(1, 12):
-        save([{"w": torch.zeros(size)}], caching, processes=processes)
-    assert all(len(cache) <= 4 for cache in processes.caches[0].values())
-
-
-def test_without_the_option_nothing_is_cached() -> None:
-    processes = Processes()
-    save(two_ranks(1), processes=processes)
-    assert not any(processes.caches[0].values())
-
-
 # One rank that plans alone (use_collectives=False).
 
 
@@ -476,7 +349,7 @@ def test_without_collectives_each_rank_checks_and_writes_what_it_holds() -> None
 
 def test_the_planner_survives_pickling() -> None:
     order = tte.layout.ShardOrder((("tp", 0, 3), ("dp", 0, 1)))
-    planner = sent(tte.SavePlanner(layouts={"*.wqkv": order}, replicas="first", enable_plan_caching=True))
+    planner = sent(tte.SavePlanner(layouts={"*.wqkv": order}, replicas="first"))
     assert isinstance(planner, SavePlanner) and planner.flatten_state_dict
     save([{"step": 1}, {"step": 2}], lambda: sent(planner))
 

@@ -190,8 +190,7 @@ def plan_of_save(planner: tte.SavePlanner, state: dict[str, Any]) -> SavePlan:
 
 def test_a_save_of_tensors_at_hand_makes_no_items(tmp_path: Path, made: list[str]) -> None:
     state = {fqn: a_state()[fqn] for fqn in ("z", "a")}
-    for number in range(2):
-        tte.save(state, tmp_path / str(number), planner=tte.SavePlanner(enable_plan_caching=True), no_dist=True)
+    tte.save(state, tmp_path / "1", no_dist=True)
     assert made == []
     loaded = {fqn: zeros()[fqn] for fqn in state}
     tte.load(loaded, tmp_path / "1", no_dist=True)

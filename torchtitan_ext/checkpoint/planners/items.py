@@ -37,17 +37,11 @@ class WriteDecision:
 
     Attributes:
         writes: The sharding order of each class of keys, and what the rank writes of it (``csrc/core/write_plan.h``).
-        token: The name of this plan in the coordinator's cache.
-        rank: The rank's position in this plan.
         several_boxes: The first keys of which some rank writes more than one box.
-        known_tokens: All plans that the coordinator still knows: a rank must not refer to others.
     """
 
     writes: bytes
-    token: str
-    rank: int
     several_boxes: Sequence[str]
-    known_tokens: frozenset[str] = frozenset()
 
 
 def write_items(writes: _core.Writes) -> list[WriteItem]:

@@ -227,7 +227,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return plan
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        check_local_plans("load", self, LoadPlanner, global_plan, (ReadRequest,))
+        check_local_plans("load", self, LoadPlanner, global_plan, ReadRequest)
         requests: list[ReadRequest] = [plan.planner_data for plan in global_plan]
         agreement = agree([request.table for request in requests], needs_all_ranks=False)
         joint = JointRequest(requests, self.rules, self.metadata, agreement.joint.held_names())

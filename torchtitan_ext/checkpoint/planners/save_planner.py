@@ -6,7 +6,6 @@ import dataclasses
 import io
 import logging
 import time
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -14,11 +13,9 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.planners import plan_cache
 from torchtitan_ext.checkpoint.planners.items import (
     WriteDecision,
     check_storage_takes,
@@ -54,7 +51,7 @@ from torchtitan_ext.checkpoint.tables.key_table import (
 )
 from torchtitan_ext.checkpoint.tables.tied_keys import tied_keys
 from torchtitan_ext.dcp_private import ShardedTensor, flatten_sharded_tensors
-from torchtitan_ext.errors import MAX_NAMED, Problem, StateRefusedError, check_choice, listed, named, refusal, warn
+from torchtitan_ext.errors import MAX_NAMED, Problem, check_choice, listed, named, refusal, warn
 from torchtitan_ext.layout.dtensor import box_of, local_tensor
 from torchtitan_ext.layout.layout import Box, LayoutRules, ShardOrder, num_elements
 from torchtitan_ext.ranks.exchange import scope_ranks
@@ -95,9 +92,7 @@ class SavePlanner(DefaultSavePlanner):
         flatten_sharded_tensors: As in stock.
         dedup_replicated_tensors: Deprecated and without effect, as in stock.
         dedup_save_to_lowest_rank: Replicated tensors are written by their lowest rank, not balanced by bytes.
-        enable_plan_caching: As in stock: a state dict of unchanged structure sends a digest instead of its table. The
-            cache is process-wide, and a save without this option empties it; replicated values are compared all the
-            same.
+        enable_plan_caching: Accepted as in stock, and without effect: every save is planned anew.
         layouts: Sharding orders that placements cannot express, by canonical fqn or glob; applied to the parameter's
             optimizer state too. One that matches no key on any rank is refused where there are tensors on meshes.
         replicas: What to do when replicas differ. ``"error"`` refuses objects and replicated DTensors, and warns of
@@ -132,7 +127,6 @@ class SavePlanner(DefaultSavePlanner):
             dedup_save_to_lowest_rank=dedup_save_to_lowest_rank,
             enable_plan_caching=enable_plan_caching,
         )
-        self._cached_plans_key = f"{plan_cache.CACHE_PREFIX}{type(self).__qualname__}"
         self._layouts = LayoutRules(layouts)
         self._replicas = replicas
         self._hash_replicas = hash_replicas
@@ -180,30 +174,15 @@ class SavePlanner(DefaultSavePlanner):
         message = dataclasses.replace(
             self._encoded.message, host=host_digest(), planner=planner, keeps_shards=keeps_shards
         )
-        if self._enable_plan_caching:
-            structure = message.structure
-            self._cached_plans_key = f"{plan_cache.CACHE_PREFIX}{type(self).__qualname__}:{structure}"
-            cached = StockSavePlanner._cached_final_save_plan.get(self._cached_plans_key)
-            if cached is not None:
-                data = plan_cache.CachedTable(
-                    structure, cached.planner_data.token, cached.planner_data.rank, message.digests
-                )
-                return SavePlan([], planner_data=data, usable=False)
-        else:
-            plan_cache.forget(StockSavePlanner._cached_final_save_plan)
         self._shows_items = sees_items(self, SavePlanner)
         self.plan = SavePlan(self._shown_items(), planner_data=message)
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        check_local_plans("save", self, SavePlanner, all_plans, (RankTable, plan_cache.CachedTable))
-        tables, token = self._tables_of(all_plans)
+        check_local_plans("save", self, SavePlanner, all_plans, RankTable)
+        tables: list[RankTable] = [plan.planner_data for plan in all_plans]
         needs_all_ranks = not self._plans_one_rank_only(all_plans)
-        known = plan_cache.known_plan(token)
-        if known is not None and known.needs_all_ranks == needs_all_ranks:
-            agreement = known.agreement
-        else:
-            token, agreement = None, agree(tables, needs_all_ranks=needs_all_ranks)
+        agreement = agree(tables, needs_all_ranks=needs_all_ranks)
         compared = compare_replicas(tables, agreement)
         fatal = [problem for problem in compared.differing if self._is_fatal(agreement, problem.fqn)]
         if self._replicas == "strict":
@@ -217,11 +196,6 @@ class SavePlanner(DefaultSavePlanner):
             _warn_of_replicas(compared)
 
         _warn_of_unread_values(tables)
-        if token is not None and known is not None and not compared.differing and compared.equal == known.equal:
-            self.global_plan = [SavePlan([], usable=False)] * len(all_plans)
-            self.metadata = dataclasses.replace(StockSavePlanner._cached_metadata[token])
-            return self.global_plan, self.metadata
-        token = f"{plan_cache.CACHE_PREFIX}{uuid.uuid4().hex}"
         plan = self._plan_writes(agreement, tables, compared)
         self.metadata = Metadata(metadata_entries(agreement, plan))
         if self.flatten_state_dict:
@@ -229,40 +203,22 @@ class SavePlanner(DefaultSavePlanner):
             if needs_all_ranks:
                 # A key of the state dict with this name has priority.
                 self.metadata.planner_data.setdefault(WORLD_KEY, agreement.ranks_and_meshes().record())
-        known_tokens: frozenset[str] = frozenset()
-        if self._enable_plan_caching:
-            held = [dataclasses.replace(table, digests=()) for table in tables]
-            known = plan_cache.KnownPlan(held, agreement, compared.equal, needs_all_ranks)
-            plan_cache.forget_replaced(known)
-            plan_cache.remember(StockSavePlanner._cached_all_plans, token, known)
-            plan_cache.remember(StockSavePlanner._cached_metadata, token, dataclasses.replace(self.metadata))
-            known_tokens = frozenset(plan_cache.own_keys(StockSavePlanner._cached_all_plans))
         several_boxes = [agreement.names[key] for key in plan.keys_of_several_boxes()[:MAX_NAMED]]
         self.global_plan = [
-            dataclasses.replace(
-                one,
-                planner_data=WriteDecision(plan.decision(rank), token, rank, several_boxes, known_tokens),
-                usable=True,
-            )
+            dataclasses.replace(one, planner_data=WriteDecision(plan.decision(rank), several_boxes))
             for rank, one in enumerate(all_plans)
         ]
         return self.global_plan, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        if new_plan.usable:
-            check_global_plan("save", self, new_plan, WriteDecision)
-            check_write_items(self, self._shown_items(), new_plan.items)
-            check_storage_takes(new_plan.planner_data, new_plan.storage_data)
-            writes = self._read_writes(new_plan)
-            self.plan = _plan_of(writes, new_plan)
-            if self._enable_plan_caching:
-                plan_cache.remember(StockSavePlanner._cached_save_plan, self._cached_plans_key, new_plan)
-                plan_cache.remember(StockSavePlanner._cached_final_save_plan, self._cached_plans_key, self.plan)
-                plan_cache.forget_unknown(StockSavePlanner._cached_final_save_plan, new_plan.planner_data.known_tokens)
-        else:
-            cached = StockSavePlanner._cached_final_save_plan[self._cached_plans_key]
-            writes = self._read_writes(cached)
-            self.plan = _plan_of(writes, cached, new_plan.storage_data or cached.storage_data)
+        check_global_plan("save", self, new_plan, WriteDecision)
+        check_write_items(self, self._shown_items(), new_plan.items)
+        check_storage_takes(new_plan.planner_data, new_plan.storage_data)
+        encoded, entries = self._encoded, dict(self._table.entries)
+        writes = _core.read_writes(new_plan.planner_data.writes, encoded.names, encoded.kind_of, entries)
+        # Nobody needs the items as objects where our writer writes them.
+        listed = ListedWrites(writes, write_items)
+        self.plan = PlannedWrites(None, new_plan.storage_data, new_plan.planner_data, listed=listed)
         self._writes, self._boxes = writes, None
         self._num_unwritten = 0
         self.expect_requests(writes.num_items)
@@ -356,33 +312,6 @@ class SavePlanner(DefaultSavePlanner):
             return []
         return write_items(_core.held_writes(self._encoded.names, dict(self._table.entries)))
 
-    def _read_writes(self, plan: SavePlan) -> _core.Writes:
-        """What this rank writes by the coordinator's decision."""
-        encoded = self._encoded
-        return _core.read_writes(plan.planner_data.writes, encoded.names, encoded.kind_of, dict(self._table.entries))
-
-    def _tables_of(self, plans: Sequence[SavePlan]) -> tuple[list[RankTable], str | None]:
-        """The tables of all ranks, and the token of the known plan of exactly these tables, if there is one."""
-        tables: list[RankTable] = []
-        tokens: set[str | None] = set()
-        for rank, plan in enumerate(plans):
-            data = plan.planner_data
-            tokens.add(data.token if isinstance(data, plan_cache.CachedTable) and data.rank == rank else None)
-            if isinstance(data, plan_cache.CachedTable):
-                known = plan_cache.known_plan(data.token)
-                if known is None or known.tables[data.rank].structure != data.structure:
-                    detail = (
-                        f"rank {rank} refers to a plan that this coordinator did not make: the coordinator or "
-                        "the process group changed; save once with enable_plan_caching=False"
-                    )
-                    raise StateRefusedError("save", (Problem("ranks_disagree", "plan cache", detail),))
-                data = dataclasses.replace(known.tables[data.rank], digests=data.digests)
-            tables.append(data)
-        token = tokens.pop()
-        known = plan_cache.known_plan(token)
-        is_whole = not tokens and known is not None and len(known.tables) == len(tables)
-        return tables, token if is_whole else None
-
     def _plans_one_rank_only(self, plans: Sequence[SavePlan]) -> bool:
         # dcp.save(use_collectives=False) calls create_global_plan on every rank, with the rank's own plan, and does not
         # say so. Two signs: the call on a rank other than 0, and the per-rank file prefix that storage writers set.
@@ -402,12 +331,6 @@ class SavePlanner(DefaultSavePlanner):
         may_divide = not any(table.keeps_shards for table in tables)
         is_lowest = self.dedup_save_to_lowest_rank
         return _core.WritePlan(agreement.joint, is_lowest, lowest, hosts, compared.equal, may_divide)
-
-
-def _plan_of(writes: _core.Writes, plan: SavePlan, storage_data: Any = None) -> PlannedWrites:
-    """The plan with these items, which nobody needs as objects where our writer writes them."""
-    data = plan.storage_data if storage_data is None else storage_data
-    return PlannedWrites(None, data, plan.planner_data, plan.usable, listed=ListedWrites(writes, write_items))
 
 
 def _without_tied(values: Mapping[str, Any], table: KeyTable) -> KeyTable:

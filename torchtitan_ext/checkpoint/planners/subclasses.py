@@ -69,7 +69,7 @@ def uncalled_methods(planner: object, ours: type, stock: type) -> list[Problem]:
 
 
 def check_local_plans(
-    operation: str, planner: object, ours: type, plans: Sequence[SavePlan | LoadPlan], messages: tuple[type, ...]
+    operation: str, planner: object, ours: type, plans: Sequence[SavePlan | LoadPlan], message: type
 ) -> None:
     """Raises WrongArgumentError where a subclass on any rank changed its local plan. Called on the coordinator.
 
@@ -78,10 +78,10 @@ def check_local_plans(
     problems: list[Problem] = []
     for rank, plan in enumerate(plans):
         data = plan.planner_data
-        if isinstance(data, messages):
-            # A load sends its table in a request; a table that is cached was looked at before.
-            rest = getattr(getattr(data, "table", data), "rest", None)
-            problems += [one for one in getattr(rest, "problems", ()) if one.kind == "planner_subclass"]
+        if isinstance(data, message):
+            # A load sends its table in a request.
+            table: Any = getattr(data, "table", data)
+            problems += [one for one in table.rest.problems if one.kind == "planner_subclass"]
             continue
         is_alike = overrides(planner, ours, "create_local_plan")
         whose = type(planner).__qualname__ if is_alike else f"the planner of rank {rank}"

@@ -11,7 +11,6 @@ import socket
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, NoReturn, TypeGuard
 
 import torch
@@ -120,8 +119,8 @@ class RankTable:
         part: Where this rank stands on the meshes of the first section, and its local sizes, packed.
         digests: The digests of the values of each section, packed.
         rest: What the table has beside its columns, with the paths that are no cut of their key at dots.
-        host: Digest of the name of the rank's host; empty where the rank does not say. No part of the structure.
-        planner: The class of the rank's planner, where it plans by methods of its own. No part of the structure.
+        host: Digest of the name of the rank's host; empty where the rank does not say.
+        planner: The class of the rank's planner, where it plans by methods of its own.
         keeps_shards: Whether shards are written whole: some cannot be cut, or methods of a planner's own give them.
     """
 
@@ -140,15 +139,6 @@ class RankTable:
             "super().create_global_plan(), or extend DCP's default planner instead"
         )
         raise refusal("save", [Problem("planner_subclass", self.planner, detail)])
-
-    @cached_property
-    def structure(self) -> str:
-        """Digest of what the state is: keys, dtypes, shapes, meshes, placements, paths; not values, nor the host."""
-        hasher = hashlib.blake2b(digest_size=16)
-        for part in (*self.sections, self.part, repr((self.rest, self.keeps_shards)).encode()):
-            hasher.update(len(part).to_bytes(8, "little"))
-            hasher.update(part)
-        return hasher.hexdigest()
 
 
 @dataclass(frozen=True)
