@@ -34,7 +34,6 @@ from torchtitan_ext.checkpoint.rules.policy import BY_DEFAULT, ElasticPolicy, So
 from torchtitan_ext.checkpoint.rules.report import LoadReport
 from torchtitan_ext.checkpoint.staging.stager import CpuStager
 from torchtitan_ext.errors import SavedOverError, WrongValueError, argument_error, check_argument
-from torchtitan_ext.metrics import begin_trace
 from torchtitan_ext.storage.commit.branch import Branch
 from torchtitan_ext.transforms.rules import Transform
 
@@ -55,7 +54,6 @@ def save(
     timeout_seconds: float = TIMEOUT_SECONDS,
     step_pattern: str | None = None,
     branch: Branch = "set_aside",
-    trace: str | os.PathLike[str] | None = None,
     fingerprints: bool = False,
     reuse: str | os.PathLike[str] | None = None,
 ) -> SaveResult:
@@ -74,8 +72,6 @@ def save(
             moves them to ``<run>/abandoned`` after the commit, with a warning, and loads pass over them; ``"keep"``
             leaves them; ``"error"`` refuses the save. A save again of the step that was loaded or saved last leaves
             them too. A ``FileWriter`` of one's own has the same argument.
-        trace: A file that shows when each rank did what, written by the coordinator
-            (docs/reference/observability.md).
         fingerprints: Store a fingerprint of each saved chunk, taken while it is written, for ``load`` with
             ``prove=True``. A ``FileWriter`` of one's own has the same argument.
         reuse: An earlier checkpoint, or ``"latest"``: the latest step of the run that ``path`` is a step of. What has
@@ -94,7 +90,7 @@ def save(
         TypeError: An argument is of another type.
         ValueError: Neither a path nor storage; or what does not go together.
     """
-    call = Call("save", process_group, no_dist, timeout_seconds, trace)
+    call = Call("save", process_group, no_dist, timeout_seconds)
     job = SaveJob(
         path,
         storage_writer,
@@ -124,7 +120,6 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     timeout_seconds: float = TIMEOUT_SECONDS,
-    trace: str | os.PathLike[str] | None = None,
 ) -> LoadReport:
     """Loads a checkpoint into a state dict of any layout, in place. Collective over ``process_group``.
 
@@ -156,7 +151,6 @@ def load(
         process_group: The ranks that take part; all by default.
         no_dist: Load into this process alone.
         timeout_seconds: How long a rank waits for the others in each phase.
-        trace: As in ``save``.
 
     Returns:
         A report of what was done with each component, the same on every rank. With a planner of stock's it has the
@@ -193,14 +187,12 @@ def load(
             if value not in (False, "auto") and not isinstance(planner, LoadPlanner):
                 what = f"{name}={value!r} and a {type(planner).__name__}"
                 raise WrongValueError(f"load: got {what}, expected a LoadPlanner")
-    spans = begin_trace("load", trace)
     phases_at = partial(
         Phases,
         "load",
         process_group,
         no_dist=no_dist,
         timeout_seconds=timeout_seconds,
-        trace=spans,
         call=call_text("load", prove=prove),
     )
     if path is not None and step is not None:
@@ -264,7 +256,6 @@ def async_save(
     timeout_seconds: float = TIMEOUT_SECONDS,
     step_pattern: str | None = None,
     branch: Branch = "set_aside",
-    trace: str | os.PathLike[str] | None = None,
     fingerprints: bool = False,
     reuse: str | os.PathLike[str] | None = None,
     stager: AsyncStager | None = None,
@@ -296,7 +287,7 @@ def async_save(
         TypeError: An argument is of another type.
         ValueError: As in ``save``; or there is no gloo and the group cannot send from CPU memory.
     """
-    call = Call("async_save", process_group, timeout_seconds=timeout_seconds, trace=trace)
+    call = Call("async_save", process_group, timeout_seconds=timeout_seconds)
     job = SaveJob(
         path,
         storage_writer,

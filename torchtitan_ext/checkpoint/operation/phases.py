@@ -11,7 +11,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -27,12 +27,11 @@ from torchtitan_ext.errors import (
     TorchtitanExtError,
     WrongArgumentError,
     is_of_storage,
-    only_printed,
     readable_error,
     refusal,
 )
 from torchtitan_ext.errors.printed_once import leave_report_to_rank_0
-from torchtitan_ext.metrics import Trace, Traced, log_metrics, timed
+from torchtitan_ext.metrics import log_metrics, timed
 from torchtitan_ext.ranks.exchange import REFUSED, Opening, TimedExchange
 from torchtitan_ext.ranks.groups import position_in
 from torchtitan_ext.ranks.side_group import (
@@ -50,8 +49,6 @@ R = TypeVar("R")
 
 TIMEOUT_SECONDS = 300.0
 """How long a rank waits for the others in one phase, its own part done."""
-
-_COORDINATOR = "coordinator's part"
 
 
 class PhaseFailure(Exception):
@@ -87,9 +84,8 @@ class Phases:
     failed; and a ``LostRankError`` where a rank does not come within ``timeout_seconds``, or its connection breaks. A
     rank that was interrupted (``KeyboardInterrupt``, ``SystemExit``) raises that itself.
 
-    Operation (``"save"`` or ``"load"``) and path are for messages. The coordinator writes the trace at the end. Each
-    phase tells the other ranks the call that it is a phase of, as ``call_text`` writes it: where ranks make different
-    calls, all raise one ``DifferentCallsError``.
+    Operation (``"save"`` or ``"load"``) and path are for messages. Each phase tells the other ranks the call that it is
+    a phase of, as ``call_text`` writes it: where ranks make different calls, all raise one ``DifferentCallsError``.
     """
 
     def __init__(
@@ -100,7 +96,6 @@ class Phases:
         no_dist: bool = False,
         path: object = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
-        trace: Trace | None = None,
         call: str = "",
     ) -> None:
         self._operation = operation
@@ -125,9 +120,6 @@ class Phases:
         self._current: tuple[str, float] = "", 0.0
         self._changed: tuple[str, ...] = ()
         self._changing = self._doing = ""
-        self._trace = trace
-        if trace is not None:
-            trace.rank = self.rank
         self.is_beside = False
         """Whether the exchanges go beside the group, which other threads use meanwhile."""
         self._ranks: tuple[Watch, TimedExchange] | None = None
@@ -163,9 +155,6 @@ class Phases:
         finally:
             if self._turn is not None:
                 self._turn.end()
-        if self._trace is not None and self.is_coordinator:
-            with only_printed():
-                self._trace.write(self._operation, self._path)
 
     def offer_side_group(self) -> GroupOffer | None:
         """This rank's part of the agreement that ``use_side_group`` needs. Not collective."""
@@ -276,11 +265,11 @@ class Phases:
         with self._phase(name, doing):
             data = self._own_part(work, exchange_name)
             if self._ranks is None:
-                return _values([data], self._trace)
+                return _values([data])
             watch, exchange = self._ranks
             if places is None:
                 try:
-                    return _values(exchange.rest_on_all(data, exchange.heads(data, self._opening(name))), self._trace)
+                    return _values(exchange.rest_on_all(data, exchange.heads(data, self._opening(name))))
                 except LostRankError as lost:
                     if watch.announced is None or lost.silent or lost.late:
                         raise
@@ -297,7 +286,7 @@ class Phases:
             problems = place_problems([of_rank for of_rank, _ in found])
             refused = PhaseFailure({self.rank: refusal(self._operation, problems)}) if problems else None
             try:
-                values = _values([part for _, part in found], self._trace)
+                values = _values([part for _, part in found])
             except PhaseFailure as failure:
                 raise refused or failure from None
             if refused is not None and not hold_the_same(values):
@@ -353,11 +342,10 @@ class Phases:
             watch.begin(then or name, self._doing)
 
         def make() -> list[bytes]:
-            with self._span(then or _COORDINATOR):
-                parts = [pickle.dumps(part) for part in on_coordinator(_values(gathered, self._trace))]
-                if len(parts) != num_parts:
-                    raise ValueError(f"the coordinator made {len(parts)} parts for {num_parts} ranks")
-                return parts
+            parts = [pickle.dumps(part) for part in on_coordinator(_values(gathered))]
+            if len(parts) != num_parts:
+                raise ValueError(f"the coordinator made {len(parts)} parts for {num_parts} ranks")
+            return parts
 
         made = _attempt(make, self.rank)
         return [pickle.dumps(made)] * num_parts if isinstance(made, PhaseFailure) else made
@@ -369,8 +357,7 @@ class Phases:
             if self._ranks is not None and self._ranks[0].start_error is not None:
                 raise self._ranks[0].start_error
             try:
-                with self._span("own part"):
-                    result = work()
+                result = work()
             finally:
                 self._check_not_destroyed()
             return pickle.dumps(result)
@@ -386,8 +373,7 @@ class Phases:
             is_echo = watch.leave_exchange(None if isinstance(error, dist.DistError) else error)
             if failed is not None:
                 made = PhaseFailure(failed.errors, failed.of_storage, is_echo=is_echo)
-        data = pickle.dumps(made) if isinstance(made, PhaseFailure) else made
-        return data if self._trace is None else pickle.dumps(Traced(data, self._trace.unsent()))
+        return pickle.dumps(made) if isinstance(made, PhaseFailure) else made
 
     def _check_not_destroyed(self) -> None:
         """Raises where the exchanges need process groups of the job that are gone by now."""
@@ -401,10 +387,6 @@ class Phases:
     def _opening(self, name: str) -> Opening:
         return Opening(self._call, f"phase {name} of {self._call}")
 
-    def _span(self, name: str) -> AbstractContextManager[None]:
-        """Records the ``with`` as a span, where there is a trace."""
-        return nullcontext() if self._trace is None else self._trace.span(name)
-
     @contextmanager
     def _phase(self, name: str, doing: str) -> Iterator[None]:
         watch = None if self._ranks is None else self._ranks[0]
@@ -412,7 +394,7 @@ class Phases:
         self._current = name, time.perf_counter()
         if self._turn is not None:
             self._turn.in_phase = threading.get_ident()
-        with timed(self.seconds, name), self._span(name):
+        with timed(self.seconds, name):
             try:
                 if watch is not None:
                     watch.begin(name, self._doing)
@@ -510,19 +492,15 @@ def _attempt(work: Callable[[], T], rank: int) -> T | PhaseFailure:
         return PhaseFailure({rank: readable_error(error)}, frozenset([rank] if is_of_storage(error) else []))
 
 
-def _value(data: bytes | memoryview, trace: Trace | None = None) -> Any:
+def _value(data: bytes | memoryview) -> Any:
     value = pickle.loads(data)
-    if isinstance(value, Traced):
-        if trace is not None:
-            trace.add(value.spans)
-        value = pickle.loads(value.data)
     if isinstance(value, PhaseFailure):
         raise value
     return value
 
 
-def _values(gathered: Sequence[bytes | memoryview], trace: Trace | None) -> list[Any]:
-    """The results of all ranks; adds their spans to the trace.
+def _values(gathered: Sequence[bytes | memoryview]) -> list[Any]:
+    """The results of all ranks.
 
     Raises:
         PhaseFailure: Holds the errors of all ranks that failed.
@@ -533,7 +511,7 @@ def _values(gathered: Sequence[bytes | memoryview], trace: Trace | None) -> list
     echoes: dict[int, BaseException] = {}
     for rank, data in enumerate(gathered):
         try:
-            values.append(_value(data, trace))
+            values.append(_value(data))
         except PhaseFailure as failure:
             (echoes if failure.is_echo else errors).update(failure.errors)
             of_storage |= failure.of_storage

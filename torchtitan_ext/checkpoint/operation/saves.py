@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from torchtitan_ext.checkpoint.operation.soft_failure import save_with_retries
 from torchtitan_ext.checkpoint.operation.unasked import raise_unasked
 from torchtitan_ext.checkpoint.staging.stager import CpuStager
 from torchtitan_ext.errors import WrongValueError
-from torchtitan_ext.metrics import begin_trace
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,6 @@ class Call:
     process_group: dist.ProcessGroup | None = None
     no_dist: bool = False
     timeout_seconds: float = TIMEOUT_SECONDS
-    trace: str | os.PathLike[str] | None = None
 
     def checking(self) -> AbstractContextManager[None]:
         """Around checks of arguments: what one rank refuses is raised on all. Collective where they raise."""
@@ -47,14 +44,13 @@ class Call:
             check_seconds(self.name, self.timeout_seconds)
             return job.checked(self.name, state_dict, self.process_group)
 
-    def phases(self, job: SaveJob, operation: str) -> Phases:
+    def phases(self, job: SaveJob) -> Phases:
         return Phases(
             "save",
             self.process_group,
             no_dist=self.no_dist,
             path=job.path,
             timeout_seconds=self.timeout_seconds,
-            trace=begin_trace(operation, self.trace),
             call=self.name,
         )
 
@@ -62,7 +58,7 @@ class Call:
 def save_now(state_dict: dict[str, Any], job: SaveJob, call: Call) -> SaveResult:
     """Saves a state dict. Collective. Raises what ``tte.save`` raises."""
     job = call.checked(job, state_dict)
-    with call.phases(job, "save") as phases:
+    with call.phases(job) as phases:
         raise_unasked(phases)
         values, job = ask_for_states(state_dict, job, phases)
         return save_with_retries(lambda attempt: save_values(values, writer_at(attempt), attempt, phases), job, phases)
@@ -79,7 +75,7 @@ def save_later(
                 f"{call.name}: got process=True and a stager, expected one of them: CpuStager(process=True)"
             )
     job = call.checked(job, state_dict)
-    phases = call.phases(job, "async_save")
+    phases = call.phases(job)
     if stager is not None:
         return save_in_background(state_dict, job, phases, stager)
     made = CpuStager(process=True) if process else CpuStager.of_one_save()
