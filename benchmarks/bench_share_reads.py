@@ -33,7 +33,7 @@ from torchtitan_ext.storage import FileReader
 STORE_BYTES_PER_SECOND = 100e6
 COLUMNS = 1024
 NUM_TENSORS = 24
-WAYS: dict[str, Any] = {"False": False, "True": True, "auto": "auto"}
+WAYS = {"False": False, "True": True}
 KINDS = ("replicas", "hsdp", "windows")
 
 
@@ -102,7 +102,7 @@ def resident_bytes(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
-def load(state: dict[str, Any], reader: FileReader, share_reads: Any) -> dict[str, Any]:
+def load(state: dict[str, Any], reader: FileReader, share_reads: bool) -> dict[str, Any]:
     """One load, and what of it the table shows."""
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
@@ -121,7 +121,6 @@ def load(state: dict[str, Any], reader: FileReader, share_reads: Any) -> dict[st
         "bytes_read": sum(one["bytes_read"] for one in measured),
         "extra_bytes": max(one["extra_bytes"] for one in measured),
         "sharing": str(report.sharing),
-        "is_shared": report.sharing is not None and bool(report.sharing.chosen),
     }
 
 
@@ -166,9 +165,8 @@ def main() -> None:
             if "store" in case:
                 one["of_store_time"] = one["seconds"] / once
                 of_store = f"{one['of_store_time']:.3f}"
-            chosen = f"{name} ({'yes' if one['is_shared'] else 'no'})" if name == "auto" else name
             print(
-                f"{case:18} {chosen:11} {one['seconds']:8.2f} {one['of_best']:12.2f} "
+                f"{case:18} {name:11} {one['seconds']:8.2f} {one['of_best']:12.2f} "
                 f"{one['bytes_read'] / 1e6:8.1f} MB {of_store:>20} {one['extra_bytes'] / 1e6:10.1f} MB"
             )
     sizes = {"megabytes": options.megabytes, "ranks": options.ranks, "rounds": options.rounds}

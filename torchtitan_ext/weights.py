@@ -18,7 +18,6 @@ from torchtitan_ext.checkpoint import LoadReport, SavePlanner, SaveResult
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, checking_arguments
 from torchtitan_ext.checkpoint.operation.save_job import SaveJob
 from torchtitan_ext.checkpoint.operation.saves import Call, save_later, save_now
-from torchtitan_ext.checkpoint.operation.sharing.requests import ShareReads
 from torchtitan_ext.checkpoint.rules.casts import CastPolicy
 from torchtitan_ext.errors import WrongValueError
 from torchtitan_ext.storage.weights.safetensors_reader import SafetensorsReader, reader_at
@@ -97,7 +96,7 @@ def load(
     *,
     transform: Transform | None = None,
     cast: CastPolicy = "exact",
-    share_reads: ShareReads = False,
+    share_reads: bool = False,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     timeout_seconds: float = TIMEOUT_SECONDS,

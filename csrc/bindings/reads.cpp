@@ -10,7 +10,6 @@
 #include "bindings/convert.h"
 #include "bindings/reports.h"
 #include "core/check.h"
-#include "storage/element_types.h"
 
 namespace py = pybind11;
 
@@ -113,24 +112,6 @@ size_t Reads::num_items() const {
   return count;
 }
 
-std::optional<int64_t> Reads::num_bytes(const MetadataColumns& columns) const {
-  std::unordered_map<uint32_t, int64_t> bytes_of;  // an element, by the dtype's name
-  int64_t sum = 0;
-  for (const Tensor& tensor : tensors_) {
-    const uint32_t number = columns.find_key(to_utf8(tensor.saved_name));
-    TTE_CHECK(number != HashedNumbers::kNone, "Reads", to_utf8(tensor.saved_name), " is not in the metadata");
-    const uint32_t dtype = columns.keys()[number].dtype;
-    const auto [place, is_new] = bytes_of.try_emplace(dtype);
-    if (is_new) {
-      const storage::ElementType* const type = storage::find_element_type(columns.names[dtype]);
-      if (type == nullptr) return std::nullopt;
-      place->second = type->item_bytes;
-    }
-    sum = checked_add(sum, checked_mul(tensor.alike->num_elements, place->second));
-  }
-  return sum;
-}
-
 std::vector<Unfilled> Reads::unfilled() const {
   std::map<const ReadAlike*, bool> is_filled;
   std::vector<Unfilled> result;
@@ -185,7 +166,6 @@ void define_reads(py::module_& module) {
       .def_property_readonly("num_items", &Reads::num_items)
       .def("values_alone", &Reads::values_alone)
       .def("tensors_alone", &Reads::tensors_alone)
-      .def("num_bytes", &Reads::num_bytes, py::arg("columns"))
       .def("unfilled", &Reads::unfilled)
       .def("columns", &Reads::columns, py::arg("size_class"));
   module.def("find_reads", &find_reads, py::arg("names"), py::arg("entries"), py::arg("saved_names"), py::arg("saved"),

@@ -57,8 +57,6 @@ class Reads {
   Reads values_alone() const { return {values_, {}, alike_}; }
   Reads tensors_alone() const { return {{}, tensors_, alike_}; }
 
-  // The bytes of the tensors' parts as they were saved; nothing where a dtype is unknown here.
-  std::optional<int64_t> num_bytes(const core::MetadataColumns& columns) const;
   std::vector<Unfilled> unfilled() const;
   // What the read items of the parts of tensors say, a list per field. Args: size_class: torch.Size.
   pybind11::dict columns(const pybind11::object& size_class) const;

@@ -63,48 +63,10 @@ class RankReads {
     }
   }
 
-  int64_t num_bytes() const {
-    int64_t sum = 0;
-    for (const Item& item : items_) sum = core::checked_add(sum, item.num_bytes());
-    return sum;
-  }
-
   std::vector<py::list> items() const {
     std::vector<py::list> items(num_sources_);
     for (const Item& item : items_) items[item.source].append(item.item);
     return items;
-  }
-
-  // Takes out the first items, of about so many bytes. One of each checkpoint is cut, where `can_cut`.
-  ItemsToRead take(int64_t num_bytes, const std::vector<bool>& can_cut) {
-    ItemsToRead taken{std::vector<py::list>(num_sources_)};
-    std::vector<Item> left;
-    std::optional<size_t> full;  // of this checkpoint no more
-    for (Item& item : items_) {
-      const int64_t of_item = item.num_bytes();
-      if (of_item <= (full == item.source ? 0 : num_bytes - taken.num_bytes)) {
-        append(taken, item, Sizes(item.sizes.size()), item.sizes);
-        continue;
-      }
-      const auto longest = std::ranges::max_element(item.sizes);
-      const double fraction = static_cast<double>(num_bytes - taken.num_bytes) / static_cast<double>(of_item);
-      const auto rows = longest == item.sizes.end() || full == item.source
-                            ? 0
-                            : static_cast<int64_t>(static_cast<double>(*longest) * fraction);
-      full = item.source;
-      if (rows > 0 && can_cut[item.source]) {
-        Sizes first = item.sizes, behind(item.sizes.size());
-        const auto dim = static_cast<size_t>(longest - item.sizes.begin());
-        first[dim] = behind[dim] = rows;
-        append(taken, item, Sizes(item.sizes.size()), first);
-        first[dim] = *longest - rows;
-        item.item = part_of(item, behind, first);
-        item.sizes = first;
-      }
-      left.push_back(std::move(item));
-    }
-    items_ = std::move(left);
-    return taken;
   }
 
   // The message to the coordinator. Args: per item its tag, or none if nobody else gets it.
@@ -134,8 +96,8 @@ class RankReads {
   // The bytes of the items that were not wanted by a message.
   int64_t own_bytes() const { return own_bytes_; }
 
-  // Takes the coordinator's answer. What the rank reads for itself comes in equal parts behind the rounds of a sample.
-  void share(const py::bytes& message, size_t num_sample_rounds) {
+  // Takes the coordinator's answer. What the rank reads for itself comes in equal parts.
+  void share(const py::bytes& message) {
     part_.emplace(static_cast<std::string_view>(message));
     own_.assign(num_rounds(), {});
     std::vector<size_t> own;
@@ -148,8 +110,7 @@ class RankReads {
     const size_t last = num_rounds() - 1;
     for (const size_t position : own) {
       const double fraction = total > 0 ? before / total : 0;
-      const auto behind = static_cast<size_t>(fraction * static_cast<double>(num_rounds() - num_sample_rounds));
-      own_[std::min(last, num_sample_rounds + behind)].push_back(position);
+      own_[std::min(last, static_cast<size_t>(fraction * static_cast<double>(num_rounds())))].push_back(position);
       before += static_cast<double>(items_[position].num_bytes());
     }
   }
@@ -158,18 +119,14 @@ class RankReads {
   // The items of which the rounds have all parts; the rank reads the others whole.
   const std::vector<uint64_t>& shared_items() const { return part_->items(); }
 
-  // What the rank reads in rounds: its parts, and, where ranks do not share, those that it would get from others.
-  ItemsToRead reads(const std::vector<size_t>& rounds, bool is_shared) const {
+  // What the rank reads in a round.
+  ItemsToRead reads(size_t round) const {
     ItemsToRead found{std::vector<py::list>(num_sources_)};
-    for (const size_t round : rounds) {
-      const auto& [reads, receives] = part_->rounds().at(round);
-      for (const SharedPart::Row& row : reads) append(found, items_.at(row.item), row.offsets, row.sizes);
-      for (const SharedPart::Row& row : receives) {
-        if (!is_shared) append(found, items_.at(row.item), row.offsets, row.sizes);
-      }
-      for (const size_t position : own_.at(round)) {
-        append(found, items_[position], Sizes(items_[position].sizes.size()), items_[position].sizes);
-      }
+    for (const SharedPart::Row& row : part_->rounds().at(round).reads) {
+      append(found, items_.at(row.item), row.offsets, row.sizes);
+    }
+    for (const size_t position : own_.at(round)) {
+      append(found, items_[position], Sizes(items_[position].sizes.size()), items_[position].sizes);
     }
     return found;
   }
@@ -231,11 +188,11 @@ class RankReads {
 };
 
 SharePlan plan_shared_reads(const std::vector<py::bytes>& wanted, std::vector<int64_t> own_bytes,
-                            std::vector<uint32_t> hosts, bool is_per_host) {
+                            std::vector<uint32_t> hosts) {
   std::vector<std::string_view> messages;
   for (const py::bytes& message : wanted) messages.push_back(static_cast<std::string_view>(message));
   const py::gil_scoped_release release;
-  return {messages, std::move(own_bytes), std::move(hosts), is_per_host};
+  return {messages, std::move(own_bytes), std::move(hosts)};
 }
 
 }  // namespace
@@ -253,30 +210,21 @@ void define_shared_reads(py::module_& module) {
       .def(py::init<const std::vector<py::list>&, const std::vector<py::object>&>(), py::arg("items"),
            py::arg("metadata"))
       .def_property_readonly("items", &RankReads::items)
-      .def_property_readonly("num_bytes", &RankReads::num_bytes)
       .def_property_readonly("own_bytes", &RankReads::own_bytes)
       .def_property_readonly("num_rounds", &RankReads::num_rounds)
       .def_property_readonly("shared_items", &RankReads::shared_items)
-      .def("take", &RankReads::take, py::arg("num_bytes"), py::arg("can_cut"))
       .def("wanted", &RankReads::wanted, py::arg("tag_of"))
-      .def("share", &RankReads::share, py::arg("message"), py::arg("num_sample_rounds"))
-      .def("reads", &RankReads::reads, py::arg("rounds"), py::arg("is_shared"))
+      .def("share", &RankReads::share, py::arg("message"))
+      .def("reads", &RankReads::reads, py::arg("round"))
       .def("exchange", &RankReads::exchange, py::arg("round"), py::arg("device"));
   py::class_<SharePlan>(module, "SharePlan", "Who reads what for whom; see csrc/core/shared_reads.h.")
-      .def(py::init(&plan_shared_reads), py::arg("wanted"), py::arg("own_bytes"), py::arg("hosts"),
-           py::arg("is_per_host"))
+      .def(py::init(&plan_shared_reads), py::arg("wanted"), py::arg("own_bytes"), py::arg("hosts"))
       .def_property_readonly("wanted_bytes", &SharePlan::wanted_bytes)
       .def_property_readonly("repeated_bytes", &SharePlan::repeated_bytes)
       .def_property_readonly("shared_bytes", &SharePlan::shared_bytes)
-      .def_property_readonly("sample_bytes", &SharePlan::sample_bytes)
       .def_property_readonly("devices", &SharePlan::devices)
       .def_property_readonly("bytes_between", &SharePlan::bytes_between)
-      .def(
-          "assign",
-          [](SharePlan& plan, std::vector<double> sample, int64_t most_rounds) {
-            plan.assign({std::move(sample), most_rounds});
-          },
-          py::call_guard<py::gil_scoped_release>(), py::arg("sample"), py::arg("most_rounds"))
+      .def("assign", &SharePlan::assign, py::call_guard<py::gil_scoped_release>(), py::arg("most_rounds"))
       .def("part_message", [](const SharePlan& plan, int64_t rank) { return py::bytes(plan.part_message(rank)); });
 }
 

@@ -79,16 +79,15 @@ std::string encode_wanted(const std::vector<ShareTag>& tags, const std::vector<W
 }
 
 SharePlan::SharePlan(const std::vector<std::string_view>& wanted, std::vector<int64_t> own_bytes,
-                     std::vector<uint32_t> hosts, bool is_per_host)
+                     std::vector<uint32_t> hosts)
     : loads_(std::move(hosts), std::move(own_bytes)) {
   TTE_CHECK(loads_.num_ranks() == wanted.size(), "SharePlan", "got ", wanted.size(), " messages and the hosts of ",
             loads_.num_ranks(), " ranks");
-  std::map<std::pair<std::string_view, uint32_t>, uint32_t> party_of;
+  std::map<std::string_view, uint32_t> party_of;
   std::vector<Message> messages;
   for (size_t rank = 0; rank < wanted.size(); ++rank) {
     wanted_bytes_ = checked_add(wanted_bytes_, loads_.rank_bytes()[rank]);
-    const uint32_t host = is_per_host ? loads_.host_of(static_cast<int64_t>(rank)) : 0;
-    const auto [found, is_new] = party_of.try_emplace({wanted[rank], host}, static_cast<uint32_t>(parties_.size()));
+    const auto [found, is_new] = party_of.try_emplace(wanted[rank], static_cast<uint32_t>(parties_.size()));
     if (is_new) {
       parties_.push_back({});
       messages.push_back(decode_wanted(wanted[rank]));
@@ -97,11 +96,10 @@ SharePlan::SharePlan(const std::vector<std::string_view>& wanted, std::vector<in
   }
 
   // What wants the same chunk in the same way.
-  using Place = std::tuple<uint32_t, uint32_t, uint64_t, uint64_t>;  // host, tag, key, chunk
+  using Place = std::tuple<uint32_t, uint64_t, uint64_t>;  // tag, key, chunk
   std::map<ShareTag, uint32_t> tag_of;
   std::vector<std::tuple<Place, uint32_t, const Sizes*>> placed;  // with the position in wants_
   for (uint32_t party = 0; party < parties_.size(); ++party) {
-    const uint32_t host = is_per_host ? loads_.host_of(parties_[party].ranks.front()) : 0;
     std::vector<uint32_t> tags;
     for (const ShareTag& tag : messages[party].tags) {
       const auto [found, is_new] = tag_of.try_emplace(tag, static_cast<uint32_t>(tags_.size()));
@@ -110,7 +108,7 @@ SharePlan::SharePlan(const std::vector<std::string_view>& wanted, std::vector<in
     }
     for (const WantedRead& read : messages[party].reads) {
       if (num_elements(read.sizes) == 0) continue;
-      placed.emplace_back(Place{host, tags[read.tag], read.key, read.chunk}, static_cast<uint32_t>(wants_.size()),
+      placed.emplace_back(Place{tags[read.tag], read.key, read.chunk}, static_cast<uint32_t>(wants_.size()),
                           &read.sizes);
       wants_.push_back({party, read.item, read.offsets});
     }
@@ -123,7 +121,7 @@ SharePlan::SharePlan(const std::vector<std::string_view>& wanted, std::vector<in
     for (; last < placed.size() && std::get<0>(placed[last]) == std::get<0>(placed[first]); ++last) {
       group.emplace_back(*std::get<2>(placed[last]), std::get<1>(placed[last]));
     }
-    add_group(std::get<1>(std::get<0>(placed[first])), group);
+    add_group(std::get<0>(std::get<0>(placed[first])), group);
     first = last;
   }
   // In the order of the files, as far as the first of the ranks that want them goes through these.
@@ -202,7 +200,7 @@ std::vector<int64_t> SharePlan::ranks_of(const std::vector<uint32_t>& wants) con
   return ranks;
 }
 
-void SharePlan::assign(const ShareOptions& options) {
+void SharePlan::assign(int64_t most_rounds) {
   std::map<std::pair<std::vector<int64_t>, bool>, Sharers> all_sharers;
   std::vector<Sharers*> sharers_of;
   for (const Piece& piece : pieces_) {
@@ -215,8 +213,7 @@ void SharePlan::assign(const ShareOptions& options) {
       loads_.add(sharers.ranks.front(), piece.num_bytes);
     }
   }
-  sample_bytes_.assign(options.sample.size(), 0);
-  num_rounds_ = count_rounds(options.most_rounds);
+  num_rounds_ = count_rounds(most_rounds);
   std::vector<Assigned> assigned;
   for (size_t position = 0; position < pieces_.size(); ++position) {
     const Piece& piece = pieces_[position];
@@ -224,37 +221,28 @@ void SharePlan::assign(const ShareOptions& options) {
     Sharers& sharers = *sharers_of[position];
     const Chunk whole{piece.offsets, piece.sizes, {}};
     if (!tag.is_cut || sharers.ranks.size() == 1) {
-      deal(piece, whole, options, sharers, assigned);
+      deal(piece, whole, sharers, assigned);
       continue;
     }
-    // What is cut for a sample is little, so large steps come first.
-    const BoxParts steps(whole, kMostPartBytes / tag.item_bytes);
-    for (int64_t step = 0; step < steps.size(); ++step) {
-      const int64_t round = sample_round(sharers, tag, options.sample);
-      const BoxParts parts(steps.at(step), part_bytes(sharers, round, options) / tag.item_bytes);
-      for (int64_t part = 0; part < parts.size(); ++part) deal(piece, parts.at(part), options, sharers, assigned);
-    }
+    const BoxParts parts(whole, part_bytes(sharers) / tag.item_bytes);
+    for (int64_t part = 0; part < parts.size(); ++part) deal(piece, parts.at(part), sharers, assigned);
   }
   // The rounds of each reader hold about as much each, in the order of its files.
-  const auto first_round = static_cast<int64_t>(options.sample.size());
   std::vector<int64_t> in_all(loads_.num_ranks(), 0), done(loads_.num_ranks(), 0);
-  for (const Assigned& one : assigned) {
-    if (one.round < 0) in_all[static_cast<size_t>(one.reader)] += one.num_bytes;
-  }
+  for (const Assigned& one : assigned) in_all[static_cast<size_t>(one.reader)] += one.num_bytes;
   for (Assigned& one : assigned) {
-    if (one.round >= 0) continue;
     const auto reader = static_cast<size_t>(one.reader);
     const double before = static_cast<double>(done[reader]) / static_cast<double>(in_all[reader]);
     done[reader] += one.num_bytes;
     // What is overwritten comes before what overwrites it.
     const bool is_first = tags_[one.piece->tag].is_overwritten;
     const auto in_order = static_cast<int64_t>(before * static_cast<double>(num_rounds_));
-    one.round = first_round + (is_first ? 0 : std::min(num_rounds_ - 1, in_order));
+    one.round = is_first ? 0 : std::min(num_rounds_ - 1, in_order);
   }
-  encode_parts(assigned, first_round + num_rounds_);
+  encode_parts(assigned);
 }
 
-// The rounds behind the sample, for what the busiest rank reads if all is dealt out evenly.
+// The rounds for what the busiest rank reads if all is dealt out evenly.
 int64_t SharePlan::count_rounds(int64_t most_rounds) const {
   if (loads_.num_ranks() == 0 || most_rounds <= 1) return 1;
   const int64_t most_bytes = *std::ranges::max_element(loads_.rank_bytes());
@@ -262,41 +250,21 @@ int64_t SharePlan::count_rounds(int64_t most_rounds) const {
   return std::max({int64_t{1}, std::min(most_rounds, num_bytes / kFewestRoundBytes), num_bytes / kMostRoundBytes});
 }
 
-// The round of the sample in which the next of the pieces is read; -1 behind the sample.
-int64_t SharePlan::sample_round(const Sharers& sharers, const ShareTag& tag, const std::vector<double>& sample) {
-  if (sharers.ranks.size() < 2 || tag.is_overwritten) return -1;
-  double left = static_cast<double>(sharers.num_assigned) / static_cast<double>(sharers.num_bytes);
-  for (size_t round = 0; round < sample.size(); ++round) {
-    if (left < sample[round]) return static_cast<int64_t>(round);
-    left -= sample[round];
-  }
-  return -1;
-}
-
 // How much of the pieces one rank reads at a time: so that each has something to read in each round.
-int64_t SharePlan::part_bytes(const Sharers& sharers, int64_t round, const ShareOptions& options) const {
-  const double of_round = round < 0 ? 1.0 : options.sample[static_cast<size_t>(round)];
-  const auto num_bytes = static_cast<int64_t>(of_round * static_cast<double>(sharers.num_bytes));
-  const int64_t num_parts = 2 * static_cast<int64_t>(sharers.ranks.size()) * (round < 0 ? num_rounds_ : 1);
-  return std::clamp(num_bytes / num_parts, kFewestPartBytes, kMostPartBytes);
+int64_t SharePlan::part_bytes(const Sharers& sharers) const {
+  const int64_t num_parts = 2 * static_cast<int64_t>(sharers.ranks.size()) * num_rounds_;
+  return std::clamp(sharers.num_bytes / num_parts, kFewestPartBytes, kMostPartBytes);
 }
 
-void SharePlan::deal(const Piece& piece, Chunk part, const ShareOptions& options, Sharers& sharers,
-                     std::vector<Assigned>& assigned) {
-  const ShareTag& tag = tags_[piece.tag];
-  const int64_t num_bytes = checked_mul(num_elements(part.sizes), tag.item_bytes);
-  const int64_t round = sample_round(sharers, tag, options.sample);
-  if (sharers.reader < 0 || sharers.round != round ||
-      sharers.part_bytes + num_bytes > part_bytes(sharers, round, options)) {
-    sharers.round = round;
+void SharePlan::deal(const Piece& piece, Chunk part, Sharers& sharers, std::vector<Assigned>& assigned) {
+  const int64_t num_bytes = checked_mul(num_elements(part.sizes), tags_[piece.tag].item_bytes);
+  if (sharers.reader < 0 || sharers.part_bytes + num_bytes > part_bytes(sharers)) {
     sharers.part_bytes = 0;
     sharers.reader = sharers.ranks[loads_.best(sharers.ranks)];
   }
   sharers.part_bytes += num_bytes;
-  sharers.num_assigned += num_bytes;
   if (sharers.ranks.size() > 1) loads_.add(sharers.reader, num_bytes);
-  if (round >= 0) sample_bytes_[static_cast<size_t>(round)] += num_bytes;
-  assigned.push_back({&piece, std::move(part.offsets), std::move(part.sizes), num_bytes, sharers.reader, round});
+  assigned.push_back({&piece, std::move(part.offsets), std::move(part.sizes), num_bytes, sharers.reader});
 }
 
 namespace {
@@ -322,7 +290,7 @@ void put_rows(WireWriter& out, const std::vector<RowInRound>& rows) {
 
 }  // namespace
 
-void SharePlan::encode_parts(const std::vector<Assigned>& assigned, int64_t num_rounds) {
+void SharePlan::encode_parts(const std::vector<Assigned>& assigned) {
   std::vector<std::vector<RowInRound>> reads(loads_.num_ranks()), receives(loads_.num_ranks());
   std::map<std::string, uint32_t> device_of;
   for (const Assigned& one : assigned) {
@@ -344,7 +312,7 @@ void SharePlan::encode_parts(const std::vector<Assigned>& assigned, int64_t num_
         if (rank == one.reader && read == nullptr) {
           read = &want;
         } else if (tag.is_overwritten) {
-          reads[position].push_back({num_rounds, row_of(want)});  // no round: nothing to read
+          reads[position].push_back({num_rounds_, row_of(want)});  // no round: nothing to read
         } else {
           receives[position].push_back({one.round, row_of(want)});
           receives[position].back().row.peers = {one.reader};
@@ -362,7 +330,7 @@ void SharePlan::encode_parts(const std::vector<Assigned>& assigned, int64_t num_
   }
   for (size_t rank = 0; rank < reads.size(); ++rank) {
     WireWriter out;
-    out.put(static_cast<uint64_t>(num_rounds));
+    out.put(static_cast<uint64_t>(num_rounds_));
     put_rows(out, reads[rank]);
     put_rows(out, receives[rank]);
     part_messages_.push_back(out.take());

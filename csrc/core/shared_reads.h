@@ -10,8 +10,7 @@
 // `Loads`. A part is larger than the blocks that have
 // checksums, so that nearly all blocks are read, and verified, whole.
 //
-// The exchange goes in rounds: ranks read the pieces of a round while those of the round before travel. Where it is open
-// whether sharing pays, small rounds come first.
+// The exchange goes in rounds: ranks read the pieces of a round while those of the round before travel.
 #pragma once
 
 #include <cstdint>
@@ -51,21 +50,14 @@ struct WantedRead {
 // The message of one rank to the coordinator.
 std::string encode_wanted(const std::vector<ShareTag>& tags, const std::vector<WantedRead>& reads);
 
-struct ShareOptions {
-  std::vector<double> sample;  // the fraction of what is shared that each of the first rounds gets
-  int64_t most_rounds = 1;     // beside these
-};
-
 class SharePlan {
  public:
   // Args:
   //   wanted: the message of each rank;
   //   own_bytes: what each rank reads beside, and shares with no one;
-  //   hosts: the number of each rank's host;
-  //   is_per_host: whether only ranks of one host share.
+  //   hosts: the number of each rank's host.
   // Throws WireError.
-  SharePlan(const std::vector<std::string_view>& wanted, std::vector<int64_t> own_bytes, std::vector<uint32_t> hosts,
-            bool is_per_host);
+  SharePlan(const std::vector<std::string_view>& wanted, std::vector<int64_t> own_bytes, std::vector<uint32_t> hosts);
 
   // Bytes that ranks want, `own_bytes` included; of these what several ranks want, counted once for each; the same,
   // counted once.
@@ -73,18 +65,16 @@ class SharePlan {
   int64_t repeated_bytes() const { return repeated_bytes_; }
   int64_t shared_bytes() const { return shared_bytes_; }
 
-  // Decides who reads what, once.
-  void assign(const ShareOptions& options);
+  // Decides who reads what, once, and in which of at most so many rounds.
+  void assign(int64_t most_rounds);
 
   // After `assign`: the message to a rank, for `SharedPart`; the devices of what travels; bytes from rank to rank.
   const std::string& part_message(int64_t rank) const { return part_messages_.at(static_cast<size_t>(rank)); }
   const std::vector<std::string>& devices() const { return devices_; }
   const std::map<std::pair<int64_t, int64_t>, int64_t>& bytes_between() const { return bytes_between_; }
-  // Bytes of what is shared in the rounds of the sample, counted once.
-  const std::vector<int64_t>& sample_bytes() const { return sample_bytes_; }
 
  private:
-  // Ranks whose messages are equal, of one host if only these share.
+  // Ranks whose messages are equal.
   struct Party {
     std::vector<int64_t> ranks;
   };
@@ -107,27 +97,23 @@ class SharePlan {
     Sizes sizes;
     int64_t num_bytes = 0;
     int64_t reader = 0;
-    int64_t round = 0;  // -1 before that is decided
+    int64_t round = 0;
   };
   // One group of ranks that want the same pieces.
   struct Sharers {
     std::vector<int64_t> ranks;
     int64_t num_bytes = 0;
-    int64_t num_assigned = 0;
     int64_t part_bytes = 0;  // of the part that is being dealt out
-    int64_t round = -1;
     int64_t reader = -1;
   };
 
   void add_group(uint32_t tag, std::span<const std::pair<Sizes, uint32_t>> sizes_of_wants);
   void add_piece(Piece piece);
   std::vector<int64_t> ranks_of(const std::vector<uint32_t>& wants) const;
-  static int64_t sample_round(const Sharers& sharers, const ShareTag& tag, const std::vector<double>& sample);
-  int64_t part_bytes(const Sharers& sharers, int64_t round, const ShareOptions& options) const;
-  void deal(const Piece& piece, Chunk part, const ShareOptions& options, Sharers& sharers,
-            std::vector<Assigned>& assigned);
+  int64_t part_bytes(const Sharers& sharers) const;
+  void deal(const Piece& piece, Chunk part, Sharers& sharers, std::vector<Assigned>& assigned);
   int64_t count_rounds(int64_t most_rounds) const;
-  void encode_parts(const std::vector<Assigned>& assigned, int64_t num_rounds);
+  void encode_parts(const std::vector<Assigned>& assigned);
 
   Loads loads_;  // what each rank reads
   std::vector<Party> parties_;
@@ -137,11 +123,10 @@ class SharePlan {
   int64_t wanted_bytes_ = 0;
   int64_t repeated_bytes_ = 0;
   int64_t shared_bytes_ = 0;
-  int64_t num_rounds_ = 1;  // behind the sample
+  int64_t num_rounds_ = 1;
   std::vector<std::string> part_messages_;
   std::vector<std::string> devices_;
   std::map<std::pair<int64_t, int64_t>, int64_t> bytes_between_;
-  std::vector<int64_t> sample_bytes_;
 };
 
 // What one rank reads, sends and receives.

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import torchtitan_ext as tte
 from torchtitan_ext.checkpoint.operation.sharing import requests
-from torchtitan_ext.checkpoint.operation.sharing import share_reads as operation
 from torchtitan_ext.errors import CheckpointFailedError, StateRefusedError, WrongValueError
 from torchtitan_ext.storage import FileReader
 
@@ -67,15 +65,14 @@ def load_many(rank: int, world_size: int, seeds: list[int], folder: Path) -> Non
         truth, path = random_truth(seed, NUM_TENSORS), folder / str(seed)
         state, orders = build(truth, random_layouts(seed + 1000, world_size, truth))
         loaded = []
-        for share_reads in (False, True, "host", "auto"):
+        for share_reads in (False, True):
             poison(state)
             reader, planner = FileReader(path), tte.LoadPlanner(layouts=orders)
             tte.load(state, path, planner=planner, storage_reader=reader, share_reads=share_reads, prove=True)
             loaded.append([bits_of(local_of(value)) for value in state.values()])
-            if share_reads in (True, "host"):
+            if share_reads:
                 assert bytes_read(reader) == sum(value.nbytes for value in truth.values()), (seed, share_reads)
-        for others in loaded[1:]:
-            assert all(map(torch.equal, loaded[0], others)), seed
+        assert all(map(torch.equal, *loaded)), seed
 
 
 @pytest.mark.sampled(0.34)
@@ -84,21 +81,6 @@ def test_random_states_are_read_once_and_equal(run_world: RunWorld, tmp_path: Pa
     seeds = list(range(8))
     run_world(saving, save_many, seeds, tmp_path)
     run_world(loading, load_many, seeds, tmp_path)
-
-
-def tries(share_reads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets ``"auto"`` try small states too."""
-    monkeypatch.setattr(operation, "_MIN_WANTED_BYTES", 1)
-    monkeypatch.setattr(operation, "_MIN_SECONDS", 0.0)
-    monkeypatch.setattr(operation, "FEWEST_SAMPLE_BYTES", 64)
-    monkeypatch.setattr(requests, "FEWEST_SAMPLE_BYTES", 64)
-    monkeypatch.setattr(operation, "_FAR_TOO_SLOW", {"far too slow": 0.0}.get(share_reads, 1e9))
-    fast = share_reads == "faster"
-
-    def chosen(sharing: Any, **seconds: float) -> Any:
-        return replace(sharing, chosen=fast, reason="as the test wants it")
-
-    monkeypatch.setattr(operation, "_chosen_by", chosen)
 
 
 DTYPES = [
@@ -131,22 +113,10 @@ def load_kinds(rank: int, world_size: int, path: Path) -> None:
     if rank == 0:
         tte.save(truth, path, no_dist=True)
     dist.barrier()
-    ways: list[Any] = [False, True, "host", "auto", "faster", "slower", "far too slow"]
-    for share_reads in ways:
+    for share_reads in (False, True):
         state = kinds(rank, value=0)
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            if share_reads in ways[4:]:
-                tries(share_reads, monkeypatch)
-            policy = tte.elastic.ElasticPolicy()
-            given = "auto" if share_reads in ways[4:] else share_reads
-            report = tte.load(state, path, share_reads=given, policy=policy)
-        assert report is not None
-        if share_reads not in (False, "auto"):
-            assert report.sharing is not None
-            assert bool(report.sharing.chosen) == (share_reads in (True, "host", "faster")), (
-                share_reads,
-                report.sharing,
-            )
+        report = tte.load(state, path, share_reads=share_reads, policy=tte.elastic.ElasticPolicy())
+        assert (report.sharing is not None and report.sharing.chosen) == share_reads, report.sharing
         assert state["step"] == 3 and (state["model"]["number"], state["model"]["text"]) == (3, "text 3")
         for key, expected in truth["model"].items():
             value = state["model"][key]
@@ -242,7 +212,7 @@ def load_several_sources(rank: int, world_size: int, folder: Path) -> None:
     truth = {name: torch.rand(11, 5, generator=torch.Generator().manual_seed(ord(name))) for name in "abcd"}
     tte.save({"m": {name: truth[name] for name in "ab"}}, folder / "one", fingerprints=True)
     tte.save({"m": {name: truth[name] for name in "cd"}}, folder / "two", fingerprints=True)
-    for share_reads in (True, "host"):
+    for share_reads in (True,):
         # Window of rows that overlap in part, replicas, shards, and a meta tensor.
         begin, end = rank, 11 - (world_size - 1 - rank)
         state = {
@@ -307,13 +277,13 @@ def load_on_hosts(rank: int, world_size: int, path: Path) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(requests, "host_digest", lambda: b"one" if rank < 2 else b"two")
         monkeypatch.setattr(requests.socket, "gethostname", lambda: "one" if rank < 2 else "two")
-        for share_reads, times in ((False, 4), ("host", 2), (True, 1)):
+        for share_reads, times in ((False, 4), (True, 1)):
             state = {name: torch.zeros_like(value) for name, value in truth.items()}
             reader, policy = FileReader(path), tte.elastic.ElasticPolicy()
             report = tte.load(state, storage_reader=reader, share_reads=share_reads, policy=policy)
             assert bytes_read(reader) == times * (4000 + 56)
             assert all(torch.equal(state[name], value) for name, value in truth.items())
-            if share_reads is True:
+            if share_reads:
                 assert report is not None and report.sharing is not None
                 assert set(report.sharing.between_hosts) <= {
                     (one, two) for one in ("one", "two") for two in ("one", "two")
@@ -322,7 +292,7 @@ def load_on_hosts(rank: int, world_size: int, path: Path) -> None:
                 assert "one to two" in str(report.sharing) or "two to one" in str(report.sharing)
 
 
-def test_ranks_of_a_host_share(run_world: RunWorld, tmp_path: Path) -> None:
+def test_what_goes_between_hosts_is_told(run_world: RunWorld, tmp_path: Path) -> None:
     run_world(4, load_on_hosts, tmp_path / "step")
 
 
@@ -344,7 +314,7 @@ def test_targets_on_an_accelerator(run_on_accelerator: RunWorld, tmp_path: Path)
 
 
 def test_arguments_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="share_reads='yes', expected True, False, 'auto' or 'host'"):
+    with pytest.raises(TypeError, match="share_reads='yes', expected True or False"):
         tte.load({}, tmp_path, share_reads="yes")  # type: ignore[arg-type]
     with pytest.raises(WrongValueError, match="share_reads=True and a DefaultLoadPlanner, expected a LoadPlanner"):
         tte.load({}, tmp_path, planner=DefaultLoadPlanner(), share_reads=True)

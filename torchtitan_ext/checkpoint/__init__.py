@@ -25,7 +25,6 @@ from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases, 
 from torchtitan_ext.checkpoint.operation.save_job import SaveJob
 from torchtitan_ext.checkpoint.operation.save_phases import SaveResult
 from torchtitan_ext.checkpoint.operation.saves import Call, save_later, save_now
-from torchtitan_ext.checkpoint.operation.sharing.requests import ShareReads
 from torchtitan_ext.checkpoint.operation.unasked import raise_unasked
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
@@ -33,7 +32,7 @@ from torchtitan_ext.checkpoint.rules.casts import CastPolicy
 from torchtitan_ext.checkpoint.rules.policy import BY_DEFAULT, ElasticPolicy, Source, check_rules
 from torchtitan_ext.checkpoint.rules.report import LoadReport
 from torchtitan_ext.checkpoint.staging.stager import CpuStager
-from torchtitan_ext.errors import SavedOverError, WrongValueError, argument_error, check_argument
+from torchtitan_ext.errors import SavedOverError, WrongValueError, check_argument
 from torchtitan_ext.storage.commit.branch import Branch
 from torchtitan_ext.transforms.rules import Transform
 
@@ -116,7 +115,7 @@ def load(
     transform: Transform | None = None,
     cast: CastPolicy = "exact",
     prove: bool = False,
-    share_reads: ShareReads = False,
+    share_reads: bool = False,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     timeout_seconds: float = TIMEOUT_SECONDS,
@@ -146,8 +145,7 @@ def load(
         prove: Compare the loaded tensors with the fingerprints that ``save(..., fingerprints=True)`` stored, on all
             ranks; objects are asked for their state again. What cannot be compared is in the report's ``proof``.
         share_reads: Whether what several ranks want is read once, by one of them, and sent to the others through
-            ``process_group``: ``True``; ``"host"`` among the ranks of each host; ``"auto"`` if a short trial of both
-            ways shows that it is faster. The same on every rank. See docs/reference/storage.md.
+            ``process_group``. The same on every rank. See docs/reference/storage.md.
         process_group: The ranks that take part; all by default.
         no_dist: Load into this process alone.
         timeout_seconds: How long a rank waits for the others in each phase.
@@ -180,13 +178,10 @@ def load(
             )
         planner = LoadPlanner(cast=cast) if planner is None else planner
         policy = _policy_of_load(policy, planner, has_sources=bool(sources))
-        check_argument("load", "prove", prove, bool, "True or False")
-        if not isinstance(share_reads, bool) and share_reads not in ("auto", "host"):
-            raise argument_error("load", "share_reads", share_reads, "True, False, 'auto' or 'host'")
         for name, value in (("prove", prove), ("share_reads", share_reads)):
-            if value not in (False, "auto") and not isinstance(planner, LoadPlanner):
-                what = f"{name}={value!r} and a {type(planner).__name__}"
-                raise WrongValueError(f"load: got {what}, expected a LoadPlanner")
+            check_argument("load", name, value, bool, "True or False")
+            if value and not isinstance(planner, LoadPlanner):
+                raise WrongValueError(f"load: got {name}=True and a {type(planner).__name__}, expected a LoadPlanner")
     phases_at = partial(
         Phases,
         "load",

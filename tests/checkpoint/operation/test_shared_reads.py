@@ -29,9 +29,9 @@ class Rank(NamedTuple):
         entry = SimpleNamespace(properties=SimpleNamespace(dtype=torch.int64))
         return _core.RankReads([self.items], [dict.fromkeys(keys, entry)])
 
-    def share(self, keys: Iterable[str], message: bytes, num_sample_rounds: int = 0) -> _core.RankReads:
+    def share(self, keys: Iterable[str], message: bytes) -> _core.RankReads:
         reads = self.reads(keys)
-        reads.share(message, num_sample_rounds)
+        reads.share(message)
         return reads
 
 
@@ -72,12 +72,12 @@ def random_ranks(
     return ranks
 
 
-def plan_of(ranks: list[Rank], keys: Iterable[str], hosts: list[int], *, is_per_host: bool) -> _core.SharePlan:
+def plan_of(ranks: list[Rank], keys: Iterable[str], hosts: list[int]) -> _core.SharePlan:
     messages = []
     for rank in ranks:
         tag_of = [None if tag < 0 else rank.tags[tag] for tag in rank.tag_of]
         messages.append(rank.reads(keys).wanted(tag_of))
-    return _core.SharePlan(messages, [0] * len(ranks), hosts, is_per_host)
+    return _core.SharePlan(messages, [0] * len(ranks), hosts)
 
 
 def number_of(part: ReadItem) -> int:
@@ -126,9 +126,7 @@ def exchange(exchanges: list[_core.SharedExchange], targets: list[list[torch.Ten
                 target.copy_(source)
 
 
-@pytest.mark.parametrize("is_per_host", [False, True])
-@pytest.mark.parametrize("sample", [[], [0.02, 0.1, 0.1]])
-def test_random_wants_are_filled_and_read_once(is_per_host: bool, sample: list[float]) -> None:
+def test_random_wants_are_filled_and_read_once() -> None:
     most_rounds = 0
     for seed in range(120):
         draw = random.Random(seed)
@@ -140,29 +138,29 @@ def test_random_wants_are_filled_and_read_once(is_per_host: bool, sample: list[f
         tags += [("a", "cpu", item_bytes, True, True)] if draw.random() < 0.3 else []
         ranks = random_ranks(draw, draw.randint(2, 6), tags, shapes)
         hosts = [draw.randrange(2) for _ in ranks]
-        plan = plan_of(ranks, shapes, hosts, is_per_host=is_per_host)
+        plan = plan_of(ranks, shapes, hosts)
         assert plan.wanted_bytes >= plan.repeated_bytes >= 2 * plan.shared_bytes
-        plan.assign(sample, 5)
-        parts = [rank.share(shapes, plan.part_message(number), len(sample)) for number, rank in enumerate(ranks)]
+        plan.assign(5)
+        parts = [rank.share(shapes, plan.part_message(number)) for number, rank in enumerate(ranks)]
         shared = [set(part.shared_items) for part in parts]
         own: list[list[int]] = [[] for _ in ranks]
         targets = [[torch.zeros(item.lengths, dtype=torch.int64) for item in rank.items] for rank in ranks]
-        counts: dict[tuple[str, int, int], torch.Tensor] = {}  # how often elements are read, by key, tag and host
+        counts: dict[tuple[str, int], torch.Tensor] = {}  # how often elements are read, by key and tag
         for number in range(parts[0].num_rounds):
             for rank, part in enumerate(parts):
-                for item in part.reads([number], True).items[0]:
+                for item in part.reads(number).items[0]:
                     if number_of(item) not in shared[rank]:
                         own[rank].append(number_of(item))
                         continue
                     key = item.storage_index.fqn
                     whole = box(wholes[key], item.storage_offsets, item.lengths)
                     target_of(item, targets[rank]).copy_(whole)
-                    of_what = (key, ranks[rank].tag_of[number_of(item)], hosts[rank] if is_per_host else 0)
+                    of_what = (key, ranks[rank].tag_of[number_of(item)])
                     counts.setdefault(of_what, torch.zeros(torch.Size(shapes[key]).numel()))[whole.flatten() - 1] += 1
             for device in range(len(plan.devices)):
                 exchange([part.exchange(number, device) for part in parts], targets)
         assert all(int(count.max()) == 1 for count in counts.values()), seed
-        most_rounds = max(most_rounds, parts[0].num_rounds - len(sample))
+        most_rounds = max(most_rounds, parts[0].num_rounds)
         for rank in range(len(ranks)):
             assert sorted({*own[rank], *shared[rank]}) == list(range(len(ranks[rank].items)))
             assert len(set(own[rank])) == len(own[rank])
@@ -179,17 +177,17 @@ def test_random_wants_are_filled_and_read_once(is_per_host: bool, sample: list[f
 def test_parts_are_dealt_out_evenly() -> None:
     tags: list[Tag] = [("a", "cpu", 2, True, False)]
     rank = Rank([item_of("key", 0, (0, 0), (30_000, 2048), 0)], tags, [0])  # 117 MiB
-    plan = plan_of([rank] * 4, ["key"], [0, 0, 1, 1], is_per_host=False)
+    plan = plan_of([rank] * 4, ["key"], [0, 0, 1, 1])
     assert (plan.wanted_bytes, plan.repeated_bytes, plan.shared_bytes) == (
         4 * 122_880_000,
         4 * 122_880_000,
         122_880_000,
     )
-    plan.assign([], 16)
+    plan.assign(16)
     read = []
     for number in range(4):
         part = rank.share(["key"], plan.part_message(number))
-        rounds = [part.reads([one], True).items[0] for one in range(part.num_rounds)]
+        rounds = [part.reads(one).items[0] for one in range(part.num_rounds)]
         assert len(rounds) > 4 and all(rounds)
         read.append(sum(item.lengths.numel() * 2 for of_round in rounds for item in of_round))
     assert sum(read) == 122_880_000 and max(read) - min(read) <= 2 << 20
@@ -203,13 +201,13 @@ def test_what_is_overwritten_is_read_first() -> None:
     items = [item_of(key, 0, (0, 0), sizes, number) for number, key in enumerate(("first", "tied", "last"))]
     rank = Rank(items, tags, [0, 1, 0])
     keys = ["first", "last", "tied"]
-    plan = plan_of([rank] * 3, keys, [0] * 3, is_per_host=False)
-    plan.assign([], 8)
+    plan = plan_of([rank] * 3, keys, [0] * 3)
+    plan.assign(8)
     rounds: dict[bool, list[int]] = {False: [], True: []}
     for number in range(3):
         part = rank.share(keys, plan.part_message(number))
         for one in range(part.num_rounds):
-            for item in part.reads([one], True).items[0]:
+            for item in part.reads(one).items[0]:
                 rounds[number_of(item) == 1].append(one)
     assert len(rounds[True]) >= 3 and set(rounds[True]) == {0}
     assert set(rounds[False]) == set(range(part.num_rounds)) and part.num_rounds > 3
@@ -217,24 +215,6 @@ def test_what_is_overwritten_is_read_first() -> None:
 
 def test_what_is_no_message_is_refused() -> None:
     with pytest.raises(ValueError, match="wanted reads: broken at byte"):
-        _core.SharePlan([b"\xff\xff", b""], [0, 0], [0, 0], False)
+        _core.SharePlan([b"\xff\xff", b""], [0, 0], [0, 0])
     with pytest.raises(ValueError, match="shared reads: broken at byte"):
-        _core.RankReads([], []).share(b"\x01\x7f", 0)
-
-
-def test_the_first_bytes_are_taken_out() -> None:
-    items = [item_of("key", 0, (0, 0), sizes, number) for number, sizes in enumerate([(2, 3), (4, 10), (0, 5), (5, 2)])]
-    rank = Rank(items, [], [])
-    reads = rank.reads(["key"])
-    assert reads.num_bytes == 8 * (6 + 40 + 10)
-    taken = reads.take(8 * 26, [True])
-    (first, head, empty) = taken.items[0]
-    assert (first, empty, taken.num_bytes) == (items[0], items[2], 8 * (6 + 20))
-    (rest, last) = reads.items[0]
-    assert last == items[3] and reads.num_bytes == 8 * (20 + 10)
-    for item, begin in ((head, 0), (rest, 5)):
-        assert (item.dest_offsets, item.storage_offsets, item.lengths) == ((0, begin), (0, begin), (4, 5))
-        assert {type(value) for value in (item.dest_offsets, item.storage_offsets, item.lengths)} == {torch.Size}
-    assert rank.reads(["key"]).take(8 * 26, [False]).items[0] == [items[0], items[2]]
-    everything = reads.take(reads.num_bytes, [True])
-    assert everything.items[0] == [rest, last] and reads.num_bytes == 0
+        _core.RankReads([], []).share(b"\x01\x7f")

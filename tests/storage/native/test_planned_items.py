@@ -142,16 +142,6 @@ def test_a_plan_is_split_with_and_without_its_items(saved: Path) -> None:
     assert tensors.items == listed_tensors.items == [item for item in whole if item.type != LoadItemType.BYTE_IO]
 
 
-def test_bytes_are_counted_where_core_knows_the_dtypes(saved: Path) -> None:
-    def wanted(*keys: str) -> int | None:
-        state = {fqn: one for fqn, one in zeros().items() if fqn in keys}
-        return listed(plan_of(tte.FileReader(saved), tte.LoadPlanner(), state)).num_bytes
-
-    assert wanted("z", "a") == 48 + 10
-    assert wanted("z", "half") is None
-    assert wanted("value") == 0
-
-
 def test_a_reader_of_other_metadata_takes_the_items(saved: Path) -> None:
     loaded, planner = zeros(), tte.LoadPlanner()
     plan = plan_of(tte.FileReader(saved), planner, loaded)
@@ -173,8 +163,6 @@ def test_a_list_of_a_key_that_the_metadata_lacks_names_it(
     assert columns is not None and reads.with_records().lost is None
     lost = ListedReads(reads.in_core, columns, read_items)
     assert lost.with_records().lost == 0
-    with pytest.raises(ValueError, match="a is not in the metadata"):
-        _ = lost.num_bytes
     reader = tte.FileReader(path)
     reader.set_up_storage_reader(other, True)
     with pytest.raises(KeyError, match="'z'"):

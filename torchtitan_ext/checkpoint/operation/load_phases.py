@@ -34,7 +34,6 @@ from torchtitan_ext.checkpoint.operation.component_plans import (
 )
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.checkpoint.operation.prove import check_has_sums, check_keeps_tensors, prove_load
-from torchtitan_ext.checkpoint.operation.sharing.requests import ShareReads
 from torchtitan_ext.checkpoint.operation.sharing.share_reads import (
     ShareOffer,
     is_worth_asking,
@@ -87,7 +86,7 @@ class LoadJob:
         policy: What to do with each component; ``None``: as stock, for its planners.
         phases: The ranks that load.
         prove: Compare what was loaded with the fingerprints of the save; needs a ``LoadPlanner``.
-        share_reads: Read what several ranks want once; anything but ``False`` and ``"auto"`` needs a ``LoadPlanner``.
+        share_reads: Read what several ranks want once; needs a ``LoadPlanner``.
     """
 
     state_dict: dict[Any, Any]
@@ -96,7 +95,7 @@ class LoadJob:
     policy: ElasticPolicy | None
     phases: Phases
     prove: bool = False
-    share_reads: ShareReads = False
+    share_reads: bool = False
 
 
 def load_state_dict(job: LoadJob) -> LoadReport:
@@ -304,7 +303,7 @@ def read_load(job: LoadJob, planned: Sequence[PlannedSource], components: Compon
     loaded = components.loaded(job.policy)
     with phases.changing(loaded, f"tensors were read; these may be part-written: {', '.join(loaded)}"):
         if is_worth_asking(offers):
-            sharing = read_sharing(job.share_reads, reads, offers, phases)
+            sharing = read_sharing(reads, phases)
         num_bytes, have_unverified_blocks = zip(*phases.on_all("read", read_tensors), strict=True)
         if any(have_unverified_blocks):
             verify_blocks(readers, phases)

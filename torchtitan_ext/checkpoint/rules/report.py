@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Literal
 
 from torchtitan_ext._core import OptionGaps, find_option_gaps
 from torchtitan_ext.checkpoint.rules.data_positions import position_problems
@@ -76,36 +75,33 @@ class ReadSharing:
     """How ranks that want the same bytes got them, in a load with ``share_reads``.
 
     Attributes:
-        chosen: Whether one rank read what several want, and sent it to the others; ``"host"``: among those of a host.
-        reason: Why not, or by which measurement.
+        chosen: Whether one rank read what several want, and sent it to the others.
+        reason: Why not.
         bytes_wanted: What the ranks want of tensors, all together.
-        bytes_once: The same, with what several ranks want counted once; ``None`` where ranks did not ask.
+        bytes_once: The same, with what several ranks want counted once.
         bytes_exchanged: What ranks got from other ranks.
         read_gb_per_second: Of all ranks together, while they read.
         exchange_gb_per_second: Of all ranks together, while they exchanged.
         between_hosts: The same from host to host, by their names; empty on one host.
     """
 
-    chosen: bool | Literal["host"]
+    chosen: bool
     reason: str
     bytes_wanted: int
-    bytes_once: int | None = None
+    bytes_once: int
     bytes_exchanged: int = 0
     read_gb_per_second: float = 0.0
     exchange_gb_per_second: float = 0.0
     between_hosts: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        of_once = "" if self.bytes_once is None else f", which are {self.bytes_once:,}"
-        wanted = f"ranks wanted {self.bytes_wanted:,} bytes{of_once}"
-        why = f" ({self.reason})" if self.reason else ""
+        wanted = f"ranks wanted {self.bytes_wanted:,} bytes, which are {self.bytes_once:,}"
         if not self.chosen:
-            return f"{wanted}, each rank read its own{why}"
-        of = ", for those of its host" if self.chosen == "host" else ""
+            return f"{wanted}, each rank read its own ({self.reason})"
         pairs = [f"{one} to {other} {rate:.3g}" for (one, other), rate in self.between_hosts.items()]
         rates = f"read at {self.read_gb_per_second:.3g} GB/s, exchanged at {self.exchange_gb_per_second:.3g} GB/s"
         rates += f" ({', '.join(pairs)})" if pairs else ""
-        return f"{wanted}, one rank read what several want{of}{why}; {rates}"
+        return f"{wanted}, one rank read what several want; {rates}"
 
 
 @dataclass(frozen=True)

@@ -65,11 +65,6 @@ class ListedReads(_Listed[ReadItem, _core.Reads]):
         super().__init__(reads, make)
         self.columns = columns
 
-    @property
-    def num_bytes(self) -> int | None:
-        """Of the tensors, as they were saved; ``None`` where one has a dtype that only torch knows."""
-        return self.in_core.num_bytes(self.columns)
-
     def with_records(self) -> _core.ReadList:
         """The same with the records that hold it, in the order of files."""
         return _core.ReadList(self.in_core, self.columns)

@@ -6,7 +6,6 @@ import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.operation.component_plans import PlannedSource
@@ -16,15 +15,6 @@ from torchtitan_ext.checkpoint.planners.saved_chunks import name_metadata
 from torchtitan_ext.checkpoint.rules.report import ReadSharing
 from torchtitan_ext.checkpoint.tables.key_table import host_digest, number_hosts, pack, unpack
 
-ShareReads = Literal["auto", "host"] | bool
-"""Whether ranks share what several of them want: all ranks, those of one host, none, or as measured."""
-
-# What "auto" tries: so much at most, and this fraction of what several ranks want, since the worse way costs its time.
-MOST_SAMPLE_BYTES = 64 << 20
-FEWEST_SAMPLE_BYTES = 1 << 20
-_SAMPLE = 0.01
-# Of the first round of a sample, which tells whether the network is by far too slow.
-_FIRST_SAMPLE = 1 / 16
 # Reading and exchange overlap in all rounds but the first and the last.
 _MOST_ROUNDS = 16
 
@@ -48,18 +38,13 @@ class ShareDecision:
     Attributes:
         part: For ``_core.RankReads.share``; ``None`` where each rank reads for itself.
         number: Of this plan, the same on all ranks.
-        sample_bytes: Of the rounds that try it, counted once; empty if nothing is tried.
-        repeated_bytes, shared_bytes: What several ranks want, counted for each of them, and once.
-        between_hosts: Bytes from host to host if ranks share.
+        between_hosts: Bytes from host to host.
     """
 
     part: bytes | None
     number: int
     devices: tuple[str, ...]
-    sample_bytes: tuple[int, ...]
     sharing: ReadSharing
-    repeated_bytes: int
-    shared_bytes: int
     between_hosts: Mapping[tuple[str, str], int]
 
 
@@ -71,34 +56,24 @@ def request_of(sources: Sequence[PlannedSource], reads: _core.RankReads, phases:
     return ShareRequest(message, reads.own_bytes, host_digest(), socket.gethostname(), marks, is_rounded)
 
 
-def decide(share_reads: ShareReads, requests: Sequence[ShareRequest]) -> list[ShareDecision]:
+def decide(requests: Sequence[ShareRequest]) -> list[ShareDecision]:
     """The part of each rank. Runs on the coordinator."""
     hosts = number_hosts([request.host for request in requests])
     plan = _core.SharePlan(
         [unpack(request.wanted) for request in requests],
         [request.own_bytes for request in requests],
         hosts,
-        share_reads == "host",
     )
     sharing = ReadSharing(False, "", plan.wanted_bytes, plan.wanted_bytes - plan.repeated_bytes + plan.shared_bytes)
-    sample: list[float] = []
     why_not = ""
     if any(request.marks != requests[0].marks for request in requests):
         why_not = "ranks have read different metadata"
     elif plan.shared_bytes == 0:
         why_not = "no bytes are wanted by several ranks"
-    elif share_reads == "auto":
-        tried = max(_SAMPLE * plan.shared_bytes, FEWEST_SAMPLE_BYTES)
-        tried = min(tried, MOST_SAMPLE_BYTES) / plan.shared_bytes
-        sample = [tried * _FIRST_SAMPLE, tried, tried]
-        if 2 * plan.repeated_bytes < plan.wanted_bytes:
-            why_not = "less than half of the bytes is wanted by several ranks"
-        elif sum(sample) > 0.5:
-            why_not = "the state is too small to try it"
     if why_not:
         sharing = replace(sharing, reason=why_not)
-        return [ShareDecision(None, 0, (), (), sharing, 0, 0, {})] * len(requests)
-    plan.assign(sample, _MOST_ROUNDS if all(request.is_rounded for request in requests) else 1)
+        return [ShareDecision(None, 0, (), sharing, {})] * len(requests)
+    plan.assign(_MOST_ROUNDS if all(request.is_rounded for request in requests) else 1)
     between: dict[tuple[str, str], int] = {}
     for (reading, wanting), num_bytes in plan.bytes_between.items():
         pair = requests[reading].host_name, requests[wanting].host_name
@@ -107,10 +82,7 @@ def decide(share_reads: ShareReads, requests: Sequence[ShareRequest]) -> list[Sh
         b"",
         secrets.randbits(62),
         tuple(plan.devices),
-        tuple(plan.sample_bytes),
-        replace(sharing, chosen="host" if share_reads == "host" else True),
-        plan.repeated_bytes,
-        plan.shared_bytes,
+        replace(sharing, chosen=True),
         between,
     )
     return [replace(common, part=pack(plan.part_message(rank))) for rank in range(len(requests))]

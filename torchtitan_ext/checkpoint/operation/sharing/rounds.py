@@ -27,7 +27,6 @@ class Done(NamedTuple):
 
     read_seconds: float = 0.0
     exchange_seconds: float = 0.0
-    seconds: float = 0.0
     bytes_read: int = 0
     bytes_received: int = 0
 
@@ -49,7 +48,7 @@ class Rounds:
     ) -> None:
         self.done = Done()
         assert decision.part is not None, "ranks share nothing, please report"
-        reads.share(unpack(decision.part), len(decision.sample_bytes))
+        reads.share(unpack(decision.part))
         self._sources = sources
         self._reads = reads
         self._decision = decision
@@ -57,33 +56,24 @@ class Rounds:
         self._reader = reader
         self._unsent: list[_Sent] = []
 
-    def forget(self) -> None:
-        """What was read last is not sent to those who want it too."""
-        self._unsent = []
-
-    def step(self, rounds: Sequence[int], *, is_shared: bool = True) -> Done:
-        """Reads rounds while the one before travels, on all ranks. Collective.
-
-        Args:
-            rounds: One, of which this rank reads its own part; or if not ``is_shared`` several, of which it reads all
-                that it wants.
-
-        Returns:
-            The bytes of all ranks and the seconds of the slowest one.
-        """
+    def step(self, number: int | None) -> None:
+        """Reads this rank's part of a round, if one is left, while the one before travels. Collective."""
 
         def read() -> Done:
-            found = self._reads.reads(rounds, is_shared)
-            self._unsent = [sent for number in rounds for sent in self._prepare(number)] if is_shared else []
+            self._unsent = []
+            if number is None:
+                return Done()
+            found = self._reads.reads(number)
+            self._unsent = self._prepare(number)
             begin = time.perf_counter()
             for source, items in zip(self._sources, found.items, strict=True):
                 source.read(in_file_order(items, source.ours.metadata))
             return Done(read_seconds=time.perf_counter() - begin, bytes_read=found.num_bytes)
 
         def work() -> Done:
-            begin, unsent = time.perf_counter(), self._unsent
+            unsent = self._unsent
             if not unsent:
-                return read()._replace(seconds=time.perf_counter() - begin)
+                return read()
             # Whatever fails in the other thread: this rank takes part in the exchange, for which others wait.
             reading = self._reader.submit(_like_this_thread(read))
             try:
@@ -92,14 +82,12 @@ class Rounds:
                 error = reading.exception()  # nothing is left behind that writes into targets
             if error is not None:
                 raise error
-            both = reading.result()._replace(exchange_seconds=seconds, bytes_received=num_bytes)
-            return both._replace(seconds=time.perf_counter() - begin)
+            return reading.result()._replace(exchange_seconds=seconds, bytes_received=num_bytes)
 
         of_ranks = self._phases.on_all("read", work)
         *seconds, of_read, of_received = zip(*of_ranks, strict=True)
-        done = Done._make([*map(max, seconds), sum(of_read), sum(of_received)])
+        done = (*map(max, seconds), sum(of_read), sum(of_received))
         self.done = Done._make(map(operator.add, self.done, done))
-        return done
 
     def _prepare(self, number: int) -> list[_Sent]:
         """What a round sends to those who want it too, once it is read, per device."""
