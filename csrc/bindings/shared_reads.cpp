@@ -30,42 +30,39 @@ using core::WantedRead;
 
 namespace {
 
-// Read items, per checkpoint.
 struct ItemsToRead {
-  std::vector<py::list> items;
+  py::list items;
   int64_t num_bytes = 0;
 };
 
-// The arguments of ops.exchange_runs_; its tensors are those of items, each beside the position of its checkpoint.
+// The arguments of ops.exchange_runs_; its tensors are those of items.
 struct Exchange {
   py::list sources, targets;
   Array<int64_t> sends, receives;
 };
 
-// What one rank reads of the tensors of several checkpoints.
+// What one rank reads of the tensors of a checkpoint.
 class RankReads {
  public:
   using Tag = std::tuple<std::string, std::string, int64_t, bool, bool>;  // as ShareTag
 
-  // Args: per checkpoint the items in the order of reading, and the metadata of its keys, in which all items are found.
-  RankReads(const std::vector<py::list>& items, const std::vector<py::object>& metadata) : num_sources_(items.size()) {
-    for (size_t source = 0; source < items.size(); ++source) {
-      std::map<std::string, uint64_t> numbers;  // equal on all ranks that have read the same metadata
-      for (const py::handle key : metadata[source]) numbers.emplace(to_utf8(key), 0);
-      uint64_t number = 0;
-      for (auto& [_, of_key] : numbers) of_key = number++;
-      for (const py::handle item : items[source]) {
-        const py::object key = item.attr("storage_index").attr("fqn");
-        const auto item_bytes = metadata[source][key].attr("properties").attr("dtype").attr("itemsize").cast<int64_t>();
-        items_.push_back({py::reinterpret_borrow<py::object>(item), source, numbers.at(to_utf8(key)), item_bytes,
-                          item.attr("lengths").cast<Sizes>()});
-      }
+  // Args: the items in the order of reading, and the metadata of their keys.
+  RankReads(const py::list& items, const py::object& metadata) {
+    std::map<std::string, uint64_t> numbers;  // equal on all ranks that have read the same metadata
+    for (const py::handle key : metadata) numbers.emplace(to_utf8(key), 0);
+    uint64_t number = 0;
+    for (auto& [_, of_key] : numbers) of_key = number++;
+    for (const py::handle item : items) {
+      const py::object key = item.attr("storage_index").attr("fqn");
+      const auto item_bytes = metadata[key].attr("properties").attr("dtype").attr("itemsize").cast<int64_t>();
+      items_.push_back({py::reinterpret_borrow<py::object>(item), numbers.at(to_utf8(key)), item_bytes,
+                        item.attr("lengths").cast<Sizes>()});
     }
   }
 
-  std::vector<py::list> items() const {
-    std::vector<py::list> items(num_sources_);
-    for (const Item& item : items_) items[item.source].append(item.item);
+  py::list items() const {
+    py::list items;
+    for (const Item& item : items_) items.append(item.item);
     return items;
   }
 
@@ -84,7 +81,6 @@ class RankReads {
         continue;
       }
       auto [name, device, item_bytes, is_cut, is_overwritten] = *tag_of[position];
-      name = std::to_string(item.source) + " " + name;
       const auto [tag, is_new] = numbers.try_emplace({name, device, item_bytes, is_cut, is_overwritten}, tags.size());
       if (is_new) tags.push_back({name, device, item_bytes, is_cut, is_overwritten});
       reads.push_back({position, tag->second, item.key, chunk.cast<uint64_t>(),
@@ -121,7 +117,7 @@ class RankReads {
 
   // What the rank reads in a round.
   ItemsToRead reads(size_t round) const {
-    ItemsToRead found{std::vector<py::list>(num_sources_)};
+    ItemsToRead found;
     for (const SharedPart::Row& row : part_->rounds().at(round).reads) {
       append(found, items_.at(row.item), row.offsets, row.sizes);
     }
@@ -138,7 +134,7 @@ class RankReads {
       py::list list;
       for (const size_t position : of_rows) {
         const Item& item = items_.at(rows[position].item);
-        list.append(py::make_tuple(item.source, part_of(item, rows[position].offsets, rows[position].sizes)));
+        list.append(part_of(item, rows[position].offsets, rows[position].sizes));
       }
       return list;
     };
@@ -150,7 +146,6 @@ class RankReads {
  private:
   struct Item {
     py::object item;
-    size_t source = 0;
     uint64_t key = 0;
     int64_t item_bytes = 1;
     Sizes sizes;
@@ -175,11 +170,10 @@ class RankReads {
   }
 
   void append(ItemsToRead& to, const Item& item, const Sizes& offsets, const Sizes& sizes) const {
-    to.items[item.source].append(part_of(item, offsets, sizes));
+    to.items.append(part_of(item, offsets, sizes));
     to.num_bytes = core::checked_add(to.num_bytes, core::checked_mul(core::num_elements(sizes), item.item_bytes));
   }
 
-  size_t num_sources_;
   py::object replace_ = py::module_::import("dataclasses").attr("replace");
   std::vector<Item> items_;
   int64_t own_bytes_ = 0;
@@ -206,9 +200,8 @@ void define_shared_reads(py::module_& module) {
       .def_readonly("targets", &Exchange::targets)
       .def_readonly("sends", &Exchange::sends)
       .def_readonly("receives", &Exchange::receives);
-  py::class_<RankReads>(module, "RankReads", "What one rank reads of the tensors of several checkpoints.")
-      .def(py::init<const std::vector<py::list>&, const std::vector<py::object>&>(), py::arg("items"),
-           py::arg("metadata"))
+  py::class_<RankReads>(module, "RankReads", "What one rank reads of the tensors of a checkpoint.")
+      .def(py::init<const py::list&, const py::object&>(), py::arg("items"), py::arg("metadata"))
       .def_property_readonly("items", &RankReads::items)
       .def_property_readonly("own_bytes", &RankReads::own_bytes)
       .def_property_readonly("num_rounds", &RankReads::num_rounds)

@@ -207,37 +207,33 @@ def test_readers_of_others_are_asked_once(run_world: RunWorld, tmp_path: Path) -
     run_world(4, load_by_others, tmp_path)
 
 
-def load_several_sources(rank: int, world_size: int, folder: Path) -> None:
+def load_windows(rank: int, world_size: int, path: Path) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     truth = {name: torch.rand(11, 5, generator=torch.Generator().manual_seed(ord(name))) for name in "abcd"}
-    tte.save({"m": {name: truth[name] for name in "ab"}}, folder / "one", fingerprints=True)
-    tte.save({"m": {name: truth[name] for name in "cd"}}, folder / "two", fingerprints=True)
-    for share_reads in (True,):
-        # Window of rows that overlap in part, replicas, shards, and a meta tensor.
-        begin, end = rank, 11 - (world_size - 1 - rank)
-        state = {
-            "m": {
-                "a": cut(torch.zeros(11, 5), [((begin, 0), (end - begin, 5))]),
-                "b": torch.empty(11, 5, device="meta"),
-                "c": distribute_tensor(torch.zeros(11, 5), mesh, [Shard(0)]),
-                "d": torch.zeros(11, 5),
-            }
+    tte.save({"m": truth}, path, fingerprints=True)
+    # Window of rows that overlap in part, replicas, shards, and a meta tensor.
+    begin, end = rank, 11 - (world_size - 1 - rank)
+    state = {
+        "m": {
+            "a": cut(torch.zeros(11, 5), [((begin, 0), (end - begin, 5))]),
+            "b": torch.empty(11, 5, device="meta"),
+            "c": distribute_tensor(torch.zeros(11, 5), mesh, [Shard(0)]),
+            "d": torch.zeros(11, 5),
         }
-        readers = [FileReader(folder / "one"), FileReader(folder / "two")]
-        sources = [tte.elastic.Source(storage_reader=readers[0], include=["m.a", "m.b"])]
-        sources += [tte.elastic.Source(storage_reader=readers[1])]
-        report = tte.load(state, sources=sources, share_reads=share_reads, prove=True)
-        assert report is not None and report.sharing is not None and report.sharing.chosen == share_reads
-        assert "one rank read what several want" in str(report)
-        (window,) = parts(state["m"]["a"])
-        assert torch.equal(window, truth["a"][begin:end])
-        assert torch.equal(state["m"]["c"].full_tensor(), truth["c"])
-        assert torch.equal(state["m"]["b"], truth["b"]) and torch.equal(state["m"]["d"], truth["d"])
-        assert sum(bytes_read(reader) for reader in readers) == 4 * 11 * 5 * 4
+    }
+    reader = FileReader(path)
+    report = tte.load(state, tte.elastic.Source(storage_reader=reader), share_reads=True, prove=True)
+    assert report.sharing is not None and report.sharing.chosen
+    assert "one rank read what several want" in str(report)
+    (window,) = parts(state["m"]["a"])
+    assert torch.equal(window, truth["a"][begin:end])
+    assert torch.equal(state["m"]["c"].full_tensor(), truth["c"])
+    assert torch.equal(state["m"]["b"], truth["b"]) and torch.equal(state["m"]["d"], truth["d"])
+    assert bytes_read(reader) == 4 * 11 * 5 * 4
 
 
-def test_several_sources_and_windows(run_world: RunWorld, tmp_path: Path) -> None:
-    run_world(3, load_several_sources, tmp_path)
+def test_windows(run_world: RunWorld, tmp_path: Path) -> None:
+    run_world(3, load_windows, tmp_path / "step")
 
 
 def load_trained(rank: int, world_size: int, layout: Layout, path: Path) -> list[str]:

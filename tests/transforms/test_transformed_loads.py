@@ -150,10 +150,10 @@ def _saved(path: Path) -> Path:
     return path
 
 
-def test_sources_have_transforms_of_their_own(checkpoint: Path) -> None:
+def test_a_source_has_a_transform_of_its_own(checkpoint: Path) -> None:
     state = targets()
     source = tte.elastic.Source(checkpoint, transform=TRANSFORM, rename={"*": "model.*"})
-    tte.load(state, sources=[source], policy=tte.elastic.ElasticPolicy(strict="ignore"))
+    tte.load(state, source, policy=tte.elastic.ElasticPolicy(strict="ignore"))
     assert differences(state, wanted_state()) == []
 
 
@@ -174,8 +174,8 @@ def test_what_does_not_go_together_is_refused(checkpoint: Path) -> None:
     state = {"model": targets()}
     with pytest.raises(WrongValueError, match=r"got prove=True and a transform; .* than model.*\.wq"):
         tte.load(state, checkpoint, transform=TRANSFORM, prove=True)
-    with pytest.raises(WrongValueError, match="got a transform and sources"):
-        tte.load(state, sources=[tte.elastic.Source(checkpoint)], transform=TRANSFORM)
+    with pytest.raises(WrongValueError, match="got a transform and a Source"):
+        tte.load(state, tte.elastic.Source(checkpoint), transform=TRANSFORM)
     with pytest.raises(WrongValueError, match="got a transform and a storage_reader"):
         tte.load(state, checkpoint, storage_reader=tte.FileReader(checkpoint), transform=TRANSFORM)
     with pytest.raises(TypeError, match=r"got transform=a dict, expected a tte\.transforms\.Transform"):

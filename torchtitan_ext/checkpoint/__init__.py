@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from torchtitan_ext.checkpoint.operation.arguments import check_load, check_seconds, check_step, check_transform
+from torchtitan_ext.checkpoint.operation.arguments import check_load, check_seconds, check_step
 from torchtitan_ext.checkpoint.operation.choose_step import StepChoice, choose_step
 from torchtitan_ext.checkpoint.operation.load_phases import LoadJob, OtherMetadataError, load_state_dict
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases, call_text, checking_arguments
@@ -104,14 +103,13 @@ def save(
 
 def load(
     state_dict: dict[str, Any],
-    path: str | os.PathLike[str] | None = None,
+    path: str | os.PathLike[str] | Source | None = None,
     *,
     step: StepChoice | None = None,
     step_pattern: str | None = None,
     planner: StockLoadPlanner | None = None,
     storage_reader: StorageReader | None = None,
     policy: ElasticPolicy | None = None,
-    sources: Sequence[Source] = (),
     transform: Transform | None = None,
     cast: CastPolicy = "exact",
     prove: bool = False,
@@ -129,7 +127,9 @@ def load(
     Args:
         state_dict: The targets; tensors are filled, other values replaced.
         path: Directory of the checkpoint (``checkpoint_id``); with a step that of the run. Or safetensors, a file or a
-            directory with some, of Hugging Face or of DCP's writer; each rank reads what its shards need.
+            directory with some, of Hugging Face or of DCP's writer; each rank reads what its shards need. Or a
+            ``tte.elastic.Source``: a place, which keys come from there, and under which names; without a policy what
+            it has and nothing asks for is refused.
         step: A number, or ``"latest"``, of ``<run>/step-<number>``; or ``"last-good"``: the latest step whose files are
             all whole, which the ranks verify by reading them; a warning names the skipped steps.
         step_pattern: How the run names its steps, where that is not ``step-<number>``: ``"ckpt-{step}"``. Names of
@@ -137,7 +137,6 @@ def load(
         planner: A ``LoadPlanner`` with options other than the defaults.
         storage_reader: Any DCP storage reader; by default a ``FileReader`` at ``path``.
         policy: What to do with each component, and about missing and unexpected keys, where that is not the default.
-        sources: Several checkpoints and which keys come from each, instead of ``path``.
         transform: How the checkpoint's tensors become those of the state dict, see ``tte.transforms``; each rank reads
             what its shards need. A ``Source`` has its own. Together with ``prove`` only one that renames and leaves out
             whole tensors.
@@ -162,22 +161,23 @@ def load(
             the ranks.
         LostRankError: A rank died, hangs, or did not come in time; the same on every rank, and names it.
         TypeError: An argument is of another type.
-        ValueError: Both ``path`` and ``sources``, two policies, or ``cast`` and a planner; a
-            transform beside ``sources`` or ``storage_reader``, or beside ``prove`` one that changes tensors; a policy
-            or ``prove`` for a planner that knows none; or ``prove`` and a checkpoint without fingerprints.
+        ValueError: Two policies, or ``cast`` and a planner; a transform or ``storage_reader`` beside a ``Source``, a
+            transform beside ``storage_reader``, or beside ``prove`` one that changes tensors; a policy or ``prove``
+            for a planner that knows none; or ``prove`` and a checkpoint without fingerprints.
     """
     with checking_arguments("load", process_group, no_dist=no_dist):
-        check_rules("load", policy, sources)
-        check_load(state_dict, path, planner, storage_reader, process_group, has_sources=bool(sources))
-        check_transform(transform, sources)
+        check_rules("load", policy)
+        given = path if isinstance(path, Source) else None
+        place = path if not isinstance(path, Source) else path.path
+        check_load(state_dict, place, given, planner, storage_reader, transform, process_group)
         check_seconds("load", timeout_seconds)
-        check_step(path, step, step_pattern)
+        check_step(place, step, step_pattern)
         if cast != "exact" and planner is not None:
             raise ValueError(
                 f"load: got cast={cast!r} and a planner; give it to the planner: LoadPlanner(cast={cast!r})"
             )
         planner = LoadPlanner(cast=cast) if planner is None else planner
-        policy = _policy_of_load(policy, planner, has_sources=bool(sources))
+        policy = _policy_of_load(policy, planner, has_source=given is not None)
         for name, value in (("prove", prove), ("share_reads", share_reads)):
             check_argument("load", name, value, bool, "True or False")
             if value and not isinstance(planner, LoadPlanner):
@@ -190,19 +190,23 @@ def load(
         timeout_seconds=timeout_seconds,
         call=call_text("load", prove=prove),
     )
-    if path is not None and step is not None:
-        with phases_at(path=path) as phases:
+    if place is not None and step is not None:
+        with phases_at(path=place) as phases:
             raise_unasked(phases)
-            path = choose_step(path, step, phases, step_pattern)
-    sources = sources or [_source_at(path, storage_reader, planner, transform)]
-    place = ", ".join(str(source.path) for source in sources if source.path is not None) or None
+            place = choose_step(place, step, phases, step_pattern)
+    if given is None:
+        source = planner.rules.source if isinstance(planner, LoadPlanner) else Source()
+        transform = transform or source.transform
+        source = dataclasses.replace(source, path=place, storage_reader=storage_reader, transform=transform)
+    else:
+        source = dataclasses.replace(given, path=place)
     with phases_at(path=place) as phases:
         raise_unasked(phases)
-        return _load_unless_overwritten(LoadJob(state_dict, sources, planner, policy, phases, prove, share_reads))
+        return _load_unless_overwritten(LoadJob(state_dict, source, planner, policy, phases, prove, share_reads))
 
 
 def _policy_of_load(
-    policy: ElasticPolicy | None, planner: StockLoadPlanner, *, has_sources: bool
+    policy: ElasticPolicy | None, planner: StockLoadPlanner, *, has_source: bool
 ) -> ElasticPolicy | None:
     """The given policy or the planner's own, or the default one; planners of stock's have none.
 
@@ -210,25 +214,12 @@ def _policy_of_load(
         ValueError: There are two policies, or the planner takes none.
     """
     if not isinstance(planner, LoadPlanner):
-        if policy is not None or has_sources:
-            raise ValueError(f"load: got a policy or sources and a {type(planner).__name__}, expected a LoadPlanner")
+        if policy is not None or has_source:
+            raise ValueError(f"load: got a policy or a Source and a {type(planner).__name__}, expected a LoadPlanner")
         return None
     if policy is not None and planner.rules.policy is not None:
         raise ValueError("load: got a policy and a planner with a policy, expected one of them")
-    return policy or planner.rules.policy or (ElasticPolicy() if has_sources else BY_DEFAULT)
-
-
-def _source_at(
-    path: str | os.PathLike[str] | None,
-    storage_reader: StorageReader | None,
-    planner: StockLoadPlanner,
-    transform: Transform | None,
-) -> Source:
-    """One checkpoint as a source, with the keys and names that the planner's own source gives."""
-    source = planner.rules.source if isinstance(planner, LoadPlanner) else Source()
-    return dataclasses.replace(
-        source, path=path, storage_reader=storage_reader, transform=transform or source.transform
-    )
+    return policy or planner.rules.policy or (ElasticPolicy() if has_source else BY_DEFAULT)
 
 
 def _load_unless_overwritten(job: LoadJob) -> LoadReport:

@@ -180,8 +180,8 @@ def recover(
     return dataclasses.replace(
         report,
         bytes_from_checkpoint=load.num_bytes,
-        checkpoint=load.planned[0].opened.name,
-        checkpoint_step=step_of(load.planned[0].opened.name),
+        checkpoint=load.planned.opened.name,
+        checkpoint_step=step_of(load.planned.opened.name),
         keys_from_checkpoint=load.keys,
     )
 
@@ -227,7 +227,7 @@ class _PlannedLoad:
     """
 
     job: LoadJob
-    planned: Sequence[PlannedSource]
+    planned: PlannedSource
     components: Components
     num_bytes: int
     keys: tuple[str, ...]
@@ -448,16 +448,16 @@ def _plan_load(
         raise _nowhere(texts, from_disk, f"{advice}{error.run} {error.detail}{mix}") from None
     built = phases.on_all("choose", lambda: _build_partial(job, part, lacking, from_disk), doing=_ASKING)
     partial = job.partial
-    load = LoadJob(partial, [Source(chosen)], planner, ElasticPolicy(strict="ignore"), phases)
+    load = LoadJob(partial, Source(chosen), planner, ElasticPolicy(strict="ignore"), phases)
     _, opened, components = prepare_load(load)
     planned = plan_load(load, opened, components)
-    report = planned[0].report
+    report = planned.report
     gone = [] if report is None else [fqn for fqn in report.missing if fqn in texts]
     gone_components = [
         name
         for name in from_disk
         if any(str(key) == name and key not in components.resharded for key in job.carried)
-        and components.plans[0][name].note != UNTOUCHED
+        and components.plans[name].note != UNTOUCHED
     ]
     if gone or gone_components:
         of_components = {name: from_disk[name] for name in gone_components}
@@ -536,7 +536,7 @@ def _read_and_take(job: _Recovery, load: _PlannedLoad | None, phases: Phases) ->
         values = {fqn: job.partial[fqn] for fqn in load.keys if fqn in job.target.values and fqn in job.partial}
         job.target.set_objects({fqn: one for fqn, one in values.items() if not isinstance(one, torch.Tensor)})
         job.components.resharded |= load.components.resharded
-        report = load.planned[0].report
+        report = load.planned.report
         names = {str(key) for key in load.components.resharded}
         job.lines += [] if report is None else [line for line in report.components if line.name in names]
-    take_load(LoadJob(job.state, [], LoadPlanner(), job.policy, phases), job.components)
+    take_load(LoadJob(job.state, Source(), LoadPlanner(), job.policy, phases), job.components)

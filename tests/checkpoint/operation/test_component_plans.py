@@ -262,29 +262,10 @@ def test_objects_without_a_rule_are_told_what_to_do() -> None:
         reshard_state(Box(), {}, World(1), World(2))
 
 
-def two_sources(rank: int, world_size: int, path: Path) -> None:
-    tte.save({"model": {"a": torch.ones(1)}, "box": ElasticBox({"x": 1})}, path)
-    state: dict[str, Any] = {
-        "model": {"a": torch.zeros(1), "new": torch.zeros(1)},
-        "ema": {"a": torch.zeros(1), "new": torch.zeros(1)},
-        "box": FullBox(),
-    }
-    ema = Source(path, include=["ema"], rename={"ema.*": "model.*"})
-    error = refused(state, sources=[ema, Source(path)], policy=ElasticPolicy({"box": "reshard"}))
     assert {problem.fqn for problem in error.problems} == {"ema.new", "box", "model.new"}
-    assert [line.name for line in error.report.components] == ["model", "ema", "box"]
     policy = ElasticPolicy({"ema.new": "reset", "box": "reset", "model.new": "reset"})
     report = tte.load(state, sources=[ema, Source(path)], policy=policy)
-    assert report is not None
-    outcomes = {line.name: line.outcome.replace(str(path), "P") for line in report.components}
-    assert outcomes["model"] == "1 entry, 1 left as is from P" and outcomes["ema"] == "1 entry, 1 left as is from P"
-    assert state["ema"]["a"] == 1 and state["model"]["a"] == 1 and state["box"].num_resets == 1
-
-
 def test_one_checkpoint_as_two_sources(run_world, tmp_path: Path) -> None:
-    run_world(1, two_sources, tmp_path)
-
-
 def parts(rank: int, world_size: int, path: Path) -> str:
     """As pipeline stages have them: components that only one rank has, objects among them."""
     own = {f"stage{rank}": {"w": torch.full((2,), rank + 1.0)}, f"box{rank}": ElasticBox({"x": (rank,)})}

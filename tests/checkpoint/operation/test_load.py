@@ -1,5 +1,6 @@
 """`tte.load` by a policy: every component crosses a change of world size, or the one report says why not."""
 
+import dataclasses
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -237,47 +238,36 @@ def test_what_each_action_does(run_world, tmp_path: Path) -> None:
     assert "train_state: its action is 'error', and it was saved by 2 ranks (dp 2), not by 1 rank" in other["error"]
 
 
-def save_two(rank: int, world_size: int, path: Path) -> None:
-    tte.save({"module": weights(world_size, 100.0), "head": torch.ones(4)}, path / "A")
-    tte.save({"model": weights(world_size, 200.0), "optimizer": {"lr": 0.5}, "step": 3}, path / "B")
+def save_renamed(rank: int, world_size: int, path: Path) -> None:
+    tte.save({"module": weights(world_size, 100.0), "head": torch.ones(4), "optimizer": {"lr": 0.5}}, path)
 
 
-def load_two(rank: int, world_size: int, path: Path) -> str:
-    state = {"model": weights(world_size), "optimizer": {"lr": 0.1}, "step": 0, "adapters": {"w": torch.zeros(4)}}
-    sources = [
-        Source(
-            path / "A",
-            include=["model", "adapters"],
-            exclude=["*.b"],
-            rename={"model.*": "module.*", "adapters.w": "head"},
-        ),
-        Source(path / "B", exclude=["optimizer"]),  # what A selects comes from A
-    ]
-    report = tte.load(state, sources=sources)
+def load_renamed(rank: int, world_size: int, path: Path) -> str:
+    state = {"model": weights(world_size), "optimizer": {"lr": 0.1}, "adapters": {"w": torch.zeros(4)}}
+    rename = {"model.*": "module.*", "adapters.w": "head"}
+    source = Source(path / "step-1", include=["model", "adapters"], exclude=["*.b"], rename=rename)
+    report = tte.load(state, source)
     assert torch.equal(state["model"]["w"].full_tensor(), torch.arange(33.0).view(11, 3) + 100)
-    assert torch.equal(state["model"]["b"], torch.arange(5.0) + 200)
+    assert torch.equal(state["model"]["b"], weights(world_size)["b"])
+    assert torch.equal(state["adapters"]["w"], torch.ones(4)) and state["optimizer"] == {"lr": 0.1}
+    state["adapters"]["w"].zero_()
+    assert str(tte.load(state, dataclasses.replace(source, path=path), step="latest")) == str(report)
     assert torch.equal(state["adapters"]["w"], torch.ones(4))
-    assert state["optimizer"] == {"lr": 0.1} and state["step"] == 3
-
     state["model"]["new"] = torch.zeros(2)
-    state["adapters"]["v"] = torch.zeros(1)
-    sources[1] = Source(path / "B", include=["model.b", "step", "adapters.v"])
-    sources[0] = Source(path / "A", include=["model", "adapters.w"], exclude=["*.b"], rename=sources[0].rename)
-    error = refused(state, sources=sources)
-    assert {problem.fqn for problem in error.problems} == {"model.new", "adapters.v"}
-    return str(report).replace(str(path), "")
+    error = refused(state, source)
+    assert {problem.fqn for problem in error.problems} == {"model.new"}
+    return str(report)
 
 
-def test_several_sources_and_renames(run_world, tmp_path: Path) -> None:
-    run_world(2, save_two, tmp_path)
-    (text, *others) = run_world(2, load_two, tmp_path)
+def test_a_source_with_its_keys_and_renames(run_world, tmp_path: Path) -> None:
+    run_world(2, save_renamed, tmp_path / "step-1")
+    (text, *others) = run_world(2, load_renamed, tmp_path)
     assert all(other == text for other in others)
     assert text.splitlines() == [
         "saved by 2 ranks (dp 2), loaded by 2 ranks (dp 2)",
-        "  model      reshard  1 entry, 1 left as is from /A; 1 entry, 1 left as is from /B",
+        "  model      reshard  1 entry, 1 left as is",
         "  optimizer  reshard  left as is",
-        "  step       reshard  1 entry from /B",
-        "  adapters   reshard  1 entry from /A",
+        "  adapters   reshard  1 entry",
     ]
 
 
@@ -548,14 +538,14 @@ def test_no_checkpoint(tmp_path: Path) -> None:
         (lambda: ElasticPolicy(default="all"), "got 'all' for default"),
         (lambda: ElasticPolicy(strict="yes"), "strict='yes', expected one of 'error', 'warn', 'ignore'"),
         (lambda: Source("A", rename={"a.*": "b"}), r"rename of 'a.\*' to 'b': both need the same number"),
-        (lambda: tte.load({}, "A", sources=[Source("B")]), "got sources and a path"),
+        (lambda: tte.load({}, Source("A"), storage_reader=tte.FileReader("A")), "got a Source and a storage_reader"),
         (
             lambda: tte.load({}, "A", planner=tte.LoadPlanner(policy=ElasticPolicy()), policy=ElasticPolicy()),
             "a policy and a planner with a policy",
         ),
         (
             lambda: tte.load({}, "A", planner=dcp.DefaultLoadPlanner(), policy=ElasticPolicy()),
-            "got a policy or sources and a DefaultLoadPlanner, expected a LoadPlanner",
+            "got a policy or a Source and a DefaultLoadPlanner, expected a LoadPlanner",
         ),
         (
             lambda: tte.load({}, "A", planner=tte.LoadPlanner(), cast="allow"),
@@ -626,7 +616,7 @@ def many_keys(rank: int, world_size: int, path: Path) -> None:
     error = refused(target, path, policy=ElasticPolicy())
     assert len(error.problems) == 4_000 and len(str(error).splitlines()) < 40
     source = Source(path, rename={"model.blocks.*.w": "model.layers.*.w"})
-    tte.load(target, sources=[source])
+    tte.load(target, source)
     assert all(value == 1 for value in target["model"].values())
 
 

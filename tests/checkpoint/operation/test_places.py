@@ -50,7 +50,7 @@ def use_other_paths(rank: int, world_size: int, run: Path) -> list[str]:
         lambda: tte.save(state, storage_writer=tte.FileWriter(own)),
         lambda: tte.async_save(state, own).result(),
         lambda: tte.load(state, run / f"step-{1 + rank}"),
-        lambda: tte.load(state, sources=[Source(run / "step-1"), Source(run / f"step-{1 + rank}")]),
+        lambda: tte.load(state, Source(run / f"step-{1 + rank}")),
     ]
     texts = []
     for act in acts:

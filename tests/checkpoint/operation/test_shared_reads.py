@@ -25,9 +25,9 @@ class Rank(NamedTuple):
     tag_of: list[int]
 
     def reads(self, keys: Iterable[str]) -> _core.RankReads:
-        """Of one checkpoint with these keys."""
+        """Of a checkpoint with these keys."""
         entry = SimpleNamespace(properties=SimpleNamespace(dtype=torch.int64))
-        return _core.RankReads([self.items], [dict.fromkeys(keys, entry)])
+        return _core.RankReads(self.items, dict.fromkeys(keys, entry))
 
     def share(self, keys: Iterable[str], message: bytes) -> _core.RankReads:
         reads = self.reads(keys)
@@ -111,12 +111,12 @@ def exchange(exchanges: list[_core.SharedExchange], targets: list[list[torch.Ten
     for sender, sending in enumerate(exchanges):
         for receiver, receiving in enumerate(exchanges):
             sent = [
-                target_of(sending.sources[one][1], targets[sender])
+                target_of(sending.sources[one], targets[sender])
                 for peer, one in peers_of(sending.sends)
                 if peer == receiver
             ]
             to = [
-                target_of(receiving.targets[one][1], targets[receiver])
+                target_of(receiving.targets[one], targets[receiver])
                 for peer, one in peers_of(receiving.receives)
                 if peer == sender
             ]
@@ -148,7 +148,7 @@ def test_random_wants_are_filled_and_read_once() -> None:
         counts: dict[tuple[str, int], torch.Tensor] = {}  # how often elements are read, by key and tag
         for number in range(parts[0].num_rounds):
             for rank, part in enumerate(parts):
-                for item in part.reads(number).items[0]:
+                for item in part.reads(number).items:
                     if number_of(item) not in shared[rank]:
                         own[rank].append(number_of(item))
                         continue
@@ -187,7 +187,7 @@ def test_parts_are_dealt_out_evenly() -> None:
     read = []
     for number in range(4):
         part = rank.share(["key"], plan.part_message(number))
-        rounds = [part.reads(one).items[0] for one in range(part.num_rounds)]
+        rounds = [part.reads(one).items for one in range(part.num_rounds)]
         assert len(rounds) > 4 and all(rounds)
         read.append(sum(item.lengths.numel() * 2 for of_round in rounds for item in of_round))
     assert sum(read) == 122_880_000 and max(read) - min(read) <= 2 << 20
@@ -207,7 +207,7 @@ def test_what_is_overwritten_is_read_first() -> None:
     for number in range(3):
         part = rank.share(keys, plan.part_message(number))
         for one in range(part.num_rounds):
-            for item in part.reads(one).items[0]:
+            for item in part.reads(one).items:
                 rounds[number_of(item) == 1].append(one)
     assert len(rounds[True]) >= 3 and set(rounds[True]) == {0}
     assert set(rounds[False]) == set(range(part.num_rounds)) and part.num_rounds > 3
@@ -217,4 +217,4 @@ def test_what_is_no_message_is_refused() -> None:
     with pytest.raises(ValueError, match="wanted reads: broken at byte"):
         _core.SharePlan([b"\xff\xff", b""], [0, 0], [0, 0])
     with pytest.raises(ValueError, match="shared reads: broken at byte"):
-        _core.RankReads([], []).share(b"\x01\x7f")
+        _core.RankReads([], {}).share(b"\x01\x7f")

@@ -65,7 +65,7 @@ def test_a_tie_to_what_is_not_loaded_is_none(tmp_path: Path) -> None:
     save_one_name(tmp_path)
     source = Source(tmp_path, exclude=["embed.*"])
     with pytest.raises(MissingStateError, match="head.weight"):
-        tte.load(Tied().state_dict(), sources=[source], no_dist=True)
+        tte.load(Tied().state_dict(), source, no_dist=True)
 
 
 def on_meshes(rank: int, world_size: int, path: Path) -> None:

@@ -1,9 +1,7 @@
-"""Reports of loads: how they read, and how those of several sources become one."""
+"""Reports of loads: how they read."""
 
-from torchtitan_ext.checkpoint.rules.load_rules import UNTOUCHED
-from torchtitan_ext.checkpoint.rules.report import ComponentLine, LoadReport, join_reports
+from torchtitan_ext.checkpoint.rules.report import ComponentLine, LoadReport
 from torchtitan_ext.checkpoint.tables.component import World
-from torchtitan_ext.errors import Problem
 
 OLD, NEW = World(8, {"dp": 4, "tp": 2}), World(16, {"dp": 16})
 
@@ -26,26 +24,6 @@ def test_a_report_is_a_table_with_what_is_missing_below() -> None:
         "  dataloader  reset    starts anew",
         "  missing: " + ", ".join(f"model.{index}" for index in range(10)) + " and 2 more",
     ]
-
-
-def test_one_report_is_itself() -> None:
-    one = report(ComponentLine("model", "reshard", "1 entry"))
     assert join_reports([("base", one)]) is one
-
-
-def test_lines_of_several_sources_name_where_things_come_from() -> None:
-    base = report(
-        ComponentLine("model", "reshard", "30 entries"), ComponentLine("lora", "reshard", UNTOUCHED), unused=("x", "y")
-    )
-    adapter = report(
-        ComponentLine("model", "reshard", UNTOUCHED), ComponentLine("lora", "reshard", "4 entries"), unused=("x",)
-    )
     joined = join_reports([("base", base), ("adapter", adapter)])
-    assert [line.outcome for line in joined.components] == ["30 entries from base", "4 entries from adapter"]
-    assert joined.unused == ("x",), "what one of the sources has was not named in vain"
-
-
-def test_problems_of_all_sources_are_kept() -> None:
-    problems = [Problem("missing_key", name, "no") for name in "ab"]
-    parts = [LoadReport(OLD, NEW, (), problems=(problem,)) for problem in problems]
     assert join_reports([("1", parts[0]), ("2", parts[1])]).problems == tuple(problems)

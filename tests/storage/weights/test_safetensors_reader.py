@@ -109,7 +109,7 @@ def test_meta_tensors_and_other_dtypes(weights: Path) -> None:
     model.register_parameter("norm", nn.Parameter(torch.zeros(40, dtype=torch.float64)))
     state = {"w": model}
     source = Source(weights, rename={"w.weight": "embed", "w.norm": "norm"})
-    report = tte.load(state, sources=[source], policy=ElasticPolicy())
+    report = tte.load(state, source, policy=ElasticPolicy())
     assert report is not None and report.components
     assert torch.equal(model.weight.nan_to_num(), truth()["embed"].float().nan_to_num())
     assert torch.equal(model.norm, truth()["norm"].double())

@@ -30,22 +30,20 @@ from torchtitan_ext.transforms.rules import Transform
 _LONGEST_SECONDS = 30 * 24 * 3600
 
 
-def check_load(state_dict: Any, path: Any, planner: Any, storage_reader: Any, group: Any, *, has_sources: bool) -> None:
-    """Raises TypeError or ValueError unless these are the arguments of a load."""
-    if has_sources and (path is not None or storage_reader is not None):
-        raise ValueError("load: got sources and a path or storage_reader, expected one of them")
-    check_state_and_place("load", state_dict, path, storage_reader or has_sources)
+def check_load(
+    state_dict: Any, path: Any, source: Source | None, planner: Any, storage_reader: Any, transform: Any, group: Any
+) -> None:
+    """Raises TypeError or ValueError unless these are the arguments of a load; ``path`` is that of a source, if any."""
+    check_argument("load", "transform", transform, (Transform, NoneType), "a tte.transforms.Transform")
+    if source is not None and storage_reader is not None:
+        raise ValueError("load: got a Source and a storage_reader; give it to that: Source(storage_reader=...)")
+    if source is not None and transform is not None:
+        raise WrongValueError("load: got a transform and a Source; give it to that: Source(path, transform=...)")
+    check_state_and_place("load", state_dict, path, storage_reader or (source and source.storage_reader))
     check_argument("load", "planner", planner, (LoadPlanner, NoneType), "a LoadPlanner")
     expected = "a DCP storage reader, such as FileSystemReader(path)"
     check_argument("load", "storage_reader", storage_reader, (StorageReader, NoneType), expected)
     check_group("load", group)
-
-
-def check_transform(transform: Any, sources: Sequence[Source]) -> None:
-    """Raises TypeError or ValueError unless this is a transform of a load, or ``None``."""
-    check_argument("load", "transform", transform, (Transform, NoneType), "a tte.transforms.Transform")
-    if transform is not None and sources:
-        raise WrongValueError("load: got a transform and sources; give it to them: Source(path, transform=...)")
 
 
 def check_step(path: Any, step: Any, pattern: Any) -> None:

@@ -6,7 +6,7 @@ Nothing here is collective, and nothing changes: a rank reads what components ha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -133,14 +133,14 @@ class Components:
         resharded: The new state of objects with a rule of their own.
         to_reset: Objects that start anew.
         param_groups: New parameter groups of optimizers, matched by parameter; ``values`` lacks them.
-        plans: Per source the plan of each entry that is not a tensor, in order, by the entry's name.
+        plans: The plan of each entry that is not a tensor, by the entry's name.
     """
 
     values: dict[Any, Any] = field(default_factory=dict)
     resharded: dict[Any, Resharded] = field(default_factory=dict)
     to_reset: list[Any] = field(default_factory=list)
     param_groups: dict[Any, list[dict[str, Any]]] = field(default_factory=dict)
-    plans: list[dict[str, ComponentPlan]] = field(default_factory=list)
+    plans: dict[str, ComponentPlan] = field(default_factory=dict)
 
     def value_for(self, key: Any) -> Any:
         """The argument of a component's ``load_state_dict``, after its values were read in place."""
@@ -160,7 +160,7 @@ class Components:
 
 def sort_components(
     state_dict: Mapping[Any, Any],
-    opened: Sequence[OpenSource],
+    opened: OpenSource,
     policy: ElasticPolicy | None,
     size: int,
     at: Callable[[str], None],
@@ -172,8 +172,8 @@ def sort_components(
     Without a policy the load fills all values, as stock does. ``at`` is called with the key of each component before it
     is asked. ``asks=False`` asks none: for planners of stock.
     """
-    components = Components(plans=[{} for _ in opened])
-    asks = asks and not any(one.is_of_one_rank for one in opened)
+    components = Components()
+    asks = asks and not opened.is_of_one_rank
     rules = policy or ElasticPolicy()
     carried = {}
     for key, component in state_dict.items():
@@ -184,9 +184,8 @@ def sort_components(
         action = rules.component_action(str(key))
         if action == "reshard" and is_stateful(component) and can_reshard(component):
             action = rules.object_action(str(key))
-        plan = ComponentPlan(action, position_class="" if can_reshard(component) else position_class(component))
-        for plans in components.plans:
-            plans[str(key)] = plan
+        of_position = "" if can_reshard(component) else position_class(component)
+        components.plans[str(key)] = ComponentPlan(action, position_class=of_position)
         if not is_stateful(component):
             components.values[key] = component
         elif action in ("reset", "omit"):
@@ -202,11 +201,10 @@ def sort_components(
                 _cut_param_groups(key, components, opened, policy, new)
     for key, component in carried.items():
         at(str(key))
-        position = _source_of(f"{key}.*", opened)
         plan = ComponentPlan("reshard", UNTOUCHED)
-        if position is not None:
-            plan = _ask(key, component, components, opened[position], rules, new)
-        components.plans[position or 0][str(key)] = plan
+        if opened.source.selects(f"{key}.*"):
+            plan = _ask(key, component, components, opened, rules, new)
+        components.plans[str(key)] = plan
     if policy is not None:
         _check_samples(components)
     return components
@@ -220,30 +218,22 @@ def _leave(key: Any, component: Stateful, action: Action, components: Components
         note = "starts anew"
     elif action == "reset":
         note = "not loaded; it has no reset() and stays as it is"
-    for plans in components.plans:
-        plans[str(key)] = ComponentPlan(action, note)
+    components.plans[str(key)] = ComponentPlan(action, note)
 
 
-def _cut_param_groups(
-    key: Any, components: Components, opened: Sequence[OpenSource], policy: ElasticPolicy, new: World
-) -> None:
+def _cut_param_groups(key: Any, components: Components, opened: OpenSource, policy: ElasticPolicy, new: World) -> None:
     """Takes the parameter groups of an optimizer out of the values: they are matched by parameter, not by position."""
     name, value = str(key), components.values[key]
-    position = _source_of(f"{name}.param_groups.*", opened)
-    if position is None:
+    if not opened.source.selects(f"{name}.param_groups.*"):
         return
-    plans, groups = components.plans[position], value["param_groups"]
+    plans, groups = components.plans, value["param_groups"]
     if policy.key_action(f"{name}.param_groups.x", name) in ("omit", "reset"):
         plans[name] = replace(plans[name], options=tuple(option_keys(name, groups).values()))
     else:
-        plans[name], groups = _merge_groups(name, groups, opened[position], policy, new)
+        plans[name], groups = _merge_groups(name, groups, opened, policy, new)
     if groups is not None:
         components.param_groups[key] = groups
         components.values[key] = {part: member for part, member in value.items() if part != "param_groups"}
-
-
-def _source_of(fqn: str, opened: Sequence[OpenSource]) -> int | None:
-    return next((position for position, one in enumerate(opened) if one.source.selects(fqn)), None)
 
 
 def _has_group_list(value: Any) -> bool:
@@ -346,10 +336,10 @@ def _check_samples(components: Components) -> None:
         f"samples seen by the run: {counts}; load them from one checkpoint, or reset one of them, or 'keep' the one "
         "that counts"
     )
-    for plans in components.plans:
-        for name in names:
-            if name in plans and plans[name].saved_prefix is not None:
-                plans[name] = replace(plans[name], problem=Problem("cannot_reshard", name, detail))
+    plans = components.plans
+    for name in names:
+        if name in plans and plans[name].saved_prefix is not None:
+            plans[name] = replace(plans[name], problem=Problem("cannot_reshard", name, detail))
 
 
 def world_of(values: Mapping[str, Any], size: int) -> World:

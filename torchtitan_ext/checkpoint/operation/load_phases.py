@@ -1,7 +1,7 @@
 """Loads a state dict, all of it or nothing, in four phases: prepare, plan, read, take; and proves it, where asked to.
 
 1. *prepare* reads what components have saved and asks them for their part;
-2. *plan* makes the plans of all checkpoints, and one refusal of what any rank refuses; nothing has changed so far;
+2. *plan* makes the plans of all ranks, and one refusal of what any rank refuses; nothing has changed so far;
 3. *read* reads tensors in place; blocks of files of which each rank reads little are then verified by one of them;
 4. *take* gives components their new state;
 5. *prove* compares the loaded tensors with the fingerprints of the save.
@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner import LoadPlanner as StockLoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
+from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.operation.arguments import place_of
 from torchtitan_ext.checkpoint.operation.component_plans import (
     Components,
@@ -40,7 +41,6 @@ from torchtitan_ext.checkpoint.operation.sharing.share_reads import (
     offer,
     read_sharing,
 )
-from torchtitan_ext.checkpoint.operation.verify_blocks import verify_blocks
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.planners.subclasses import read_metadata, set_up_load
 from torchtitan_ext.checkpoint.rules.load_rules import LoadRules
@@ -49,12 +49,11 @@ from torchtitan_ext.checkpoint.rules.report import (
     LoadReport,
     ReadSharing,
     disagreements,
-    join_reports,
     warn_of_unproved,
 )
 from torchtitan_ext.checkpoint.tables.component import is_stateful, saved_world
 from torchtitan_ext.dcp_private import storage_setup
-from torchtitan_ext.errors import Problem, ReplicaMismatchError, StateRefusedError, differing, only_printed, refusal
+from torchtitan_ext.errors import Problem, ReplicaMismatchError, differing, only_printed, refusal
 from torchtitan_ext.state.nested import holds_tensor, set_member
 from torchtitan_ext.storage import FileReader
 from torchtitan_ext.storage.futures import result_of
@@ -80,9 +79,8 @@ class LoadJob:
     Attributes:
         state_dict: By component; tensors are filled, ``Stateful`` objects take their new state, other values are
             replaced.
-        sources: Where keys come from; the first that selects a key counts.
-        planner: Has the options of the load. Several sources, and a policy, need a ``LoadPlanner``, which then also
-            gets the report.
+        source: The checkpoint, and which keys come from it.
+        planner: Has the options of the load. A policy needs a ``LoadPlanner``, which then also gets the report.
         policy: What to do with each component; ``None``: as stock, for its planners.
         phases: The ranks that load.
         prove: Compare what was loaded with the fingerprints of the save; needs a ``LoadPlanner``.
@@ -90,7 +88,7 @@ class LoadJob:
     """
 
     state_dict: dict[Any, Any]
-    sources: Sequence[Source]
+    source: Source
     planner: StockLoadPlanner
     policy: ElasticPolicy | None
     phases: Phases
@@ -99,7 +97,7 @@ class LoadJob:
 
 
 def load_state_dict(job: LoadJob) -> LoadReport:
-    """Loads a state dict from one or several checkpoints. Collective.
+    """Loads a state dict from a checkpoint. Collective.
 
     Returns:
         What was done, the same on every rank; without lines of components where a planner of stock's has loaded them.
@@ -119,82 +117,69 @@ def load_state_dict(job: LoadJob) -> LoadReport:
         proof = prove_load(job.state_dict, components, planned, with_tensors, job.phases)
         if job.phases.is_coordinator:
             warn_of_unproved(proof)
-    path = ", ".join(one.name for one in opened)
     if sharing is not None and job.phases.is_coordinator:
         with only_printed():
-            logger.info("load of %s: %s", path, sharing)
+            logger.info("load of %s: %s", opened.name, sharing)
     more = {} if sharing is None else {"share_reads": asdict(sharing)}
-    job.phases.log_metrics(logger, num_bytes, path=path, more=more)
-    report = _joined([(one.opened.name, one.report) for one in planned], job.policy)
+    job.phases.log_metrics(logger, num_bytes, path=opened.name, more=more)
+    report = planned.report
     if report is None:
-        report = LoadReport(saved_world(opened[0].metadata), world_of(components.values, job.phases.size), ())
-    mapped = [one.reader.mapped for one in opened if isinstance(one.reader, MappedReader)]
-    padded = tuple(fqn for of_source in mapped for fqn in of_source.padded_tensors())
+        report = LoadReport(saved_world(opened.metadata), world_of(components.values, job.phases.size), ())
+    padded = tuple(opened.reader.mapped.padded_tensors()) if isinstance(opened.reader, MappedReader) else ()
     report = replace(report, proof=proof, sharing=sharing, padded=padded)
     if isinstance(job.planner, LoadPlanner):
         job.planner.report = report
     return report
 
 
-def prepare_load(job: LoadJob) -> tuple[LoadJob, list[OpenSource], Components]:
-    """Reads the metadata of all sources and asks the components. Changes nothing.
+def prepare_load(job: LoadJob) -> tuple[LoadJob, OpenSource, Components]:
+    """Reads the metadata and asks the components. Changes nothing.
 
     Returns:
         The job too: parts of a checkpoint that know nothing of each other are loaded as stock loads them.
     """
-    sources, policy, phases = job.sources, job.policy, job.phases
-    opened: list[OpenSource] = []
-    components = Components()
+    source, policy, phases = job.source, job.policy, job.phases
+    opened: OpenSource
+    components: Components
 
-    def ask() -> tuple[str, list[str]]:
-        nonlocal components, policy
-        opened.extend(open_source(source, job.planner, phases.rank) for source in sources)
-        incomplete = [one.name for one in opened if one.is_of_one_rank]
-        has_transform = any(source.transform is not None for source in sources)
-        if incomplete and policy is BY_DEFAULT:
+    def ask() -> tuple[str, str]:
+        nonlocal opened, components, policy
+        opened = open_source(source, job.planner, phases.rank)
+        has_transform = source.transform is not None
+        if opened.is_of_one_rank and policy is BY_DEFAULT:
             policy = None
-        if incomplete and (policy is not None or has_transform):
+        if opened.is_of_one_rank and (policy is not None or has_transform):
             detail = (
                 "each rank has metadata of its own part alone (use_collectives=False); load it without a "
                 f"{'transform' if has_transform else 'policy'}, on the ranks of the save"
             )
-            raise refusal("load", [Problem("broken_checkpoint", name, detail) for name in incomplete])
+            raise refusal("load", [Problem("broken_checkpoint", opened.name, detail)])
         if job.prove:
             check_keeps_tensors(opened)
         asks = isinstance(job.planner, LoadPlanner)
         components = sort_components(job.state_dict, opened, policy, phases.size, phases.at, asks=asks)
-        seen = ["" if one.is_of_one_rank else getattr(one.reader, "metadata_digest", "") for one in opened]
-        rules = f"{policy!r}, {[replace(source, path=None) for source in sources]}, {incomplete}"
-        if has_transform:
-            rules += f", {[source.transform for source in sources]}"
-        return rules, seen
+        seen = "" if opened.is_of_one_rank else getattr(opened.reader, "metadata_digest", "")
+        of_one_rank = ", each rank's own part" if opened.is_of_one_rank else ""
+        transform = f", {source.transform!r}" if has_transform else ""
+        return f"{policy!r}, {replace(source, path=None)}{of_one_rank}{transform}", seen
 
-    places = [place_of(source.path) for source in sources]
+    places = [place_of(source.path)]
     answers = phases.on_all("prepare", ask, doing=_ASKING, places=places, hold_the_same=_read_the_same)
     rules, seen = zip(*answers, strict=True)
     problems = disagreements(rules)
     if problems:
         raise refusal("load", problems)
-    problems = _other_metadata(seen, [one.name for one in opened])
+    advice = "give a directory that all ranks share, and load when the save into it has finished"
+    problems = differing(opened.name, seen, verb="has metadata of digest", show=str, advice=advice)
     if problems:
         raise OtherMetadataError("load", tuple(problems))
     return replace(job, policy=policy), opened, components
 
 
-def _read_the_same(answers: Sequence[tuple[str, list[str]]]) -> bool:
+def _read_the_same(answers: Sequence[tuple[str, str]]) -> bool:
     """Whether all ranks read the same metadata bytes: each host may have a copy of the checkpoint on its disk."""
     _, first = answers[0]
-    return all(first) and all(seen == first for _, seen in answers)
-
-
-def _other_metadata(seen: Sequence[Sequence[str]], names: Sequence[str]) -> list[Problem]:
-    """A problem for each source of whose metadata the ranks have seen different digests."""
-    advice = "give a directory that all ranks share, and load when the save into it has finished"
-    return [
-        problem
-        for name, digests in zip(names, zip(*seen, strict=True), strict=True)
-        for problem in differing(name, digests, verb="has metadata of digest", show=str, advice=advice)
-    ]
+    return first != "" and all(seen == first for _, seen in answers)
 
 
 def open_source(source: Source, planner: StockLoadPlanner, rank: int) -> OpenSource:
@@ -216,85 +201,58 @@ def open_source(source: Source, planner: StockLoadPlanner, rank: int) -> OpenSou
     return OpenSource(name, source, reader, metadata, is_of_one_rank, options)
 
 
-def plan_load(job: LoadJob, opened: Sequence[OpenSource], components: Components) -> list[PlannedSource]:
-    """Plans the reads of every source; refuses with the problems of all sources together."""
-    planner, policy = job.planner, job.policy
-    planned: list[PlannedSource] = []
-    refused: list[StateRefusedError] = []
-    reports: list[tuple[str, LoadReport | None]] = []
-    for position, one in enumerate(opened):
-        own = planner
-        if isinstance(planner, LoadPlanner):
-            earlier = tuple(other.source for other in opened[:position])
-            plans, is_alone = components.plans[position], len(opened) == 1
-            rules = LoadRules(one.source, earlier, policy, plans, values_first=True, is_alone=is_alone)
-            own = planner.with_rules(rules)
-        try:
-            plan = _plan_source(one, own, components.values, job.phases)
-        except StateRefusedError as error:
-            refused.append(error)
-            reports.append((one.name, error.report))
-        else:
-            planned.append(PlannedSource(one, own, plan))
-            reports.append((one.name, planned[-1].report))
-    if len(refused) == 1 and len(opened) == 1:
-        raise refused[0]
-    if refused:
-        problems = [problem for error in refused for problem in error.problems]
-        raise refusal("load", problems, _joined(reports, policy))
-    return planned
+def plan_load(job: LoadJob, opened: OpenSource, components: Components) -> PlannedSource:
+    """Plans the reads; refuses with all problems together."""
+    planner, phases = job.planner, job.phases
+    if isinstance(planner, LoadPlanner):
+        planner = planner.with_rules(LoadRules(opened.source, job.policy, components.plans, values_first=True))
 
-
-def _plan_source(one: OpenSource, planner: StockLoadPlanner, values: dict[Any, Any], phases: Phases) -> LoadPlan:
     def plan_own_part() -> LoadPlan:
-        set_up_load(values, one.reader, planner, one.metadata, phases.rank, is_of_one_rank=one.is_of_one_rank)
-        return one.reader.prepare_local_plan(planner.create_local_plan())
+        is_alone, values = opened.is_of_one_rank, components.values
+        set_up_load(values, opened.reader, planner, opened.metadata, phases.rank, is_of_one_rank=is_alone)
+        return opened.reader.prepare_local_plan(planner.create_local_plan())
 
     def plan_all_parts(plans: list[LoadPlan]) -> list[LoadPlan]:
-        return one.reader.prepare_global_plan(planner.create_global_plan(plans))
+        return opened.reader.prepare_global_plan(planner.create_global_plan(plans))
 
-    return phases.through_coordinator("plan", plan_own_part, plan_all_parts, doing=_PLANNING)
+    plan = phases.through_coordinator("plan", plan_own_part, plan_all_parts, doing=_PLANNING)
+    return PlannedSource(opened, planner, plan)
 
 
-def read_load(job: LoadJob, planned: Sequence[PlannedSource], components: Components) -> tuple[int, ReadSharing | None]:
+def read_load(job: LoadJob, planned: PlannedSource, components: Components) -> tuple[int, ReadSharing | None]:
     """Reads non-tensor values first: where one cannot be read, nothing has changed yet.
 
     Returns:
-        The bytes that all ranks have read, as far as the readers say; and how ranks got what several of them want,
+        The bytes that all ranks have read, as far as the reader says; and how ranks got what several of them want,
         where they were asked to share it.
     """
-    phases = job.phases
+    phases, reads = job.phases, planned
     is_ours = isinstance(job.planner, LoadPlanner)
-    reads: list[PlannedSource] = []  # of tensors, where the planner is ours
-    open_readers = [one.opened.reader for one in planned]
-    readers = [one.files_reader for one in open_readers if isinstance(one, FileReader)]
+    reader = planned.opened.reader if isinstance(planned.opened.reader, FileReader) else None
     sharing: ReadSharing | None = None
 
     def read_values() -> ShareOffer:
+        nonlocal reads
         if job.prove:
-            check_has_sums([one.opened for one in planned])
-        for one in planned:
-            read = replace(one, plan=one.planner.finish_plan(one.plan))
-            if is_ours:
-                values, plan_of_tensors = split_plan(read.plan)
-                read.read(values)
-                read = replace(read, plan=plan_of_tensors)
-            reads.append(read)
-        for reader in readers:
-            reader.leaves_blocks = phases.size > 1  # of which it reads little, to verify_blocks
-        return offer(job.share_reads, reads if is_ours else [])
+            check_has_sums(planned.opened)
+        reads = replace(planned, plan=planned.planner.finish_plan(planned.plan))
+        if is_ours:
+            values, plan_of_tensors = split_plan(reads.plan)
+            reads.read(values)
+            reads = replace(reads, plan=plan_of_tensors)
+        if reader is not None:
+            reader.files_reader.leaves_blocks = phases.size > 1  # of which it reads little, to be verified by one rank
+        return offer(job.share_reads, reads)
 
     def read_tensors() -> tuple[int, bool]:
-        for one in reads:
-            if sharing is None:
-                if is_ours:
-                    one.ours.change_targets()
-                if reads_of(one.plan):
-                    result_of(one.opened.reader.read_data(one.plan, one.planner))
+        if sharing is None:
             if is_ours:
-                one.ours.finish_load()
-        num_bytes = sum(reader.num_bytes_read for reader in open_readers if isinstance(reader, FileReader))
-        return num_bytes, any(reader.has_unverified_blocks for reader in readers)
+                reads.ours.change_targets()
+            if reads_of(reads.plan):
+                result_of(reads.opened.reader.read_data(reads.plan, reads.planner))
+        if is_ours:
+            reads.ours.finish_load()
+        return (0, False) if reader is None else (reader.num_bytes_read, reader.files_reader.has_unverified_blocks)
 
     offers = phases.on_all("read values", read_values, doing="values were read; nothing was changed")
     problems = differing("share_reads", [offer.share_reads for offer in offers], advice="pass the same on every rank")
@@ -305,8 +263,11 @@ def read_load(job: LoadJob, planned: Sequence[PlannedSource], components: Compon
         if is_worth_asking(offers):
             sharing = read_sharing(reads, phases)
         num_bytes, have_unverified_blocks = zip(*phases.on_all("read", read_tensors), strict=True)
-        if any(have_unverified_blocks):
-            verify_blocks(readers, phases)
+        if reader is not None and any(have_unverified_blocks):
+            # Blocks that ranks have touched and none has verified are read by one rank each.
+            files = reader.files_reader
+            blocks = phases.through_coordinator("verify", files.describe_blocks, _core.deal_blocks)
+            phases.on_all("verify", lambda: files.verify_blocks(blocks))
     return sum(num_bytes), sharing
 
 
@@ -354,8 +315,4 @@ def _taken(component: Any, value: Any) -> Any:
     else:
         return value
     return component
-
-
-def _joined(reports: Sequence[tuple[str, LoadReport | None]], policy: ElasticPolicy | None) -> LoadReport | None:
-    known = [(name, report) for name, report in reports if report is not None]
     return join_reports(known) if known and policy is not None else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -45,13 +46,11 @@ class _OwnTensors:
 
     Attributes:
         values: By flat key.
-        source_of: The position of the source that each key comes from.
         unproved: Why other keys, and keys that turn out to be impossible to sum, are not proved.
     """
 
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     entries: dict[str, TensorEntry | BoxesEntry] = field(default_factory=dict)
-    source_of: dict[str, int] = field(default_factory=dict)
     unproved: dict[str, str] = field(default_factory=dict)
 
 
@@ -83,31 +82,29 @@ class _PartSums(NamedTuple):
     in_file: int | None
 
 
-def check_has_sums(opened: Sequence[OpenSource]) -> None:
-    """Raises WrongValueError unless some source has fingerprints. Not collective; sources are set up."""
-    if all(one.with_sums is None for one in opened):
-        names = ", ".join(one.name for one in opened)
+def check_has_sums(opened: OpenSource) -> None:
+    """Raises WrongValueError unless the checkpoint has fingerprints. Not collective; the reader is set up."""
+    if opened.with_sums is None:
         raise WrongValueError(
-            f"load: got prove=True, and {names} has no fingerprints; save with tte.save(..., fingerprints=True), or "
-            "load without prove"
+            f"load: got prove=True, and {opened.name} has no fingerprints; save with tte.save(..., fingerprints=True), "
+            "or load without prove"
         )
 
 
-def check_keeps_tensors(opened: Sequence[OpenSource]) -> None:
+def check_keeps_tensors(opened: OpenSource) -> None:
     """Raises WrongValueError where a transform does more than give whole tensors other names. Not collective."""
-    for one in opened:
-        changed = one.reader.mapped.changed_tensors() if isinstance(one.reader, MappedReader) else []
-        if changed:
-            raise WrongValueError(
-                "load: got prove=True and a transform; the fingerprints are those of other tensors than "
-                f"{named(changed, _MAX_CHANGED)}"
-            )
+    changed = opened.reader.mapped.changed_tensors() if isinstance(opened.reader, MappedReader) else []
+    if changed:
+        raise WrongValueError(
+            "load: got prove=True and a transform; the fingerprints are those of other tensors than "
+            f"{named(changed, _MAX_CHANGED)}"
+        )
 
 
 def prove_load(
     state_dict: Mapping[Any, Any],
     components: Components,
-    planned: Sequence[PlannedSource],
+    planned: PlannedSource,
     with_tensors: Collection[str],
     phases: Phases,
 ) -> LoadProof:
@@ -122,50 +119,48 @@ def prove_load(
     own = _OwnTensors()
     summer = TensorSummer()
 
-    def describe() -> tuple[RankTable, dict[str, int], dict[str, str]]:
+    def describe() -> tuple[RankTable, list[str], dict[str, str]]:
         state = _state_after(state_dict, components, with_tensors, phases)
         _collect(own, state, components, planned)
-        return encode_table(KeyTable(own.entries)).message, own.source_of, own.unproved
+        return encode_table(KeyTable(own.entries)).message, list(own.entries), own.unproved
 
-    tables, positions, reasons = zip(*phases.on_all("prove", describe, doing=_PROVING), strict=True)
+    tables, keys_of_ranks, reasons = zip(*phases.on_all("prove", describe, doing=_PROVING), strict=True)
     agreement = agree(tables, needs_all_ranks=True)
     unproved = {fqn: reason for of_rank in reasons for fqn, reason in of_rank.items()}
     unproved |= {problem.fqn: problem.detail for problem in agreement.problems}
-    source_of = {fqn: planned[position].opened for of_rank in positions for fqn, position in of_rank.items()}
-    keys = [fqn for fqn in source_of if fqn not in unproved]
-    of_one_rank = {fqn for fqn in keys if source_of[fqn].is_of_one_rank}
+    source = planned.opened
+    keys = [fqn for fqn in dict.fromkeys(chain(*keys_of_ranks)) if fqn not in unproved]
     steps = agreement.joint.steps_of(phases.rank)
 
     def sum_own() -> _Summed:
         sums, failed = _sum_all(own, keys, steps, summer, phases)
         share = [
-            (fqn, source_of[fqn])
+            fqn
             for number, fqn in enumerate(keys)
-            if (fqn in sums if fqn in of_one_rank else number % phases.size == phases.rank)
+            if (fqn in sums if source.is_of_one_rank else number % phases.size == phases.rank)
         ]
-        stored = {fqn: found for fqn, source in share if (found := _stored_sum(fqn, source)) is not None}
+        stored = {fqn: found for fqn in share if (found := _stored_sum(fqn, source)) is not None}
         reshaped = {
             fqn: shape
-            for fqn, source in share
+            for fqn in share
             if fqn in stored
-            and (shape := tuple(source.entries[source.saved_name(fqn)].size)) != agreement.shape_of(fqn)
+            and (shape := tuple(getattr(source.entries[source.saved_name(fqn)], "size", ()))) != agreement.shape_of(fqn)
         }
-        own_sums = {fqn: found for fqn, found in stored.items() if fqn in of_one_rank and isinstance(found, int)}
+        own_sums = {fqn: one for fqn, one in stored.items() if source.is_of_one_rank and isinstance(one, int)}
         return _Summed(sums, stored, failed, sums.differing(own_sums), reshaped)
 
     summed = phases.on_all("prove", sum_own, doing=_PROVING)
-    wrong, proved = _compare(keys, of_one_rank, summed, unproved)
+    wrong, proved = _compare(keys, summed, unproved, is_of_one_rank=source.is_of_one_rank)
     if wrong:
         reshaped = {fqn: shape for one in summed for fqn, shape in one.reshaped.items() if fqn in wrong}
         detailed = [fqn for fqn in wrong[:_MAX_DETAILED] if fqn in own.values and fqn not in reshaped]
 
         def look_again() -> list[_PartSums]:
-            return [part for fqn in detailed for part in _part_sums(fqn, own, source_of[fqn], steps.get(fqn), summer)]
+            return [part for fqn in detailed for part in _part_sums(fqn, own, source, steps.get(fqn), summer)]
 
         found = phases.on_all("prove", look_again, doing=_PROVING)
-        path = ", ".join(dict.fromkeys(source_of[fqn].name for fqn in wrong))
         shapes = {fqn: (shape, agreement.shape_of(fqn)) for fqn, shape in reshaped.items()}
-        raise ProofFailedError(path, tuple(wrong), tuple(_wrong_parts(found)), shapes)
+        raise ProofFailedError(source.name, tuple(wrong), tuple(_wrong_parts(found)), shapes)
     return LoadProof(tuple(proved), unproved)
 
 
@@ -185,31 +180,24 @@ def _state_after(
     return state
 
 
-def _collect(own: _OwnTensors, state: dict[Any, Any], components: Components, planned: Sequence[PlannedSource]) -> None:
+def _collect(own: _OwnTensors, state: dict[Any, Any], components: Components, planned: PlannedSource) -> None:
     for key in (*components.resharded, *components.to_reset):
         own.unproved[str(key)] = "it was loaded by a rule of its own, or not at all"
-    loaded: set[str] = set()
-    others: set[str] = set()
-    for position, one in enumerate(planned):
-        source, planner = one.opened, one.ours
-        values = planner.loaded_values(state)
-        tensors = {}
-        for fqn in planner.wanted.entries:
-            loaded.add(fqn)
-            reason = planner.why_unproved(fqn) or _why_changed(values.get(fqn), fqn, source)
-            reason = reason or (None if source.with_sums else "its checkpoint has no fingerprints")
-            if reason is None:
-                tensors[fqn] = values[fqn]
-            else:
-                own.unproved[fqn] = reason
-        entries, problems = describe_tensors(tensors, planner.layouts)
-        own.unproved |= {problem.fqn: problem.detail for problem in problems}
-        own.entries |= entries
-        own.values |= {fqn: tensors[fqn] for fqn in entries}
-        own.source_of |= dict.fromkeys(entries, position)
-        others |= values.keys()
+    source, planner = planned.opened, planned.ours
+    loaded, values = planner.wanted.entries, planner.loaded_values(state)
+    tensors = {}
+    for fqn in loaded:
+        reason = planner.why_unproved(fqn) or _why_changed(values.get(fqn), fqn, source)
+        if reason is None:
+            tensors[fqn] = values[fqn]
+        else:
+            own.unproved[fqn] = reason
+    entries, problems = describe_tensors(tensors, planner.layouts)
+    own.unproved |= {problem.fqn: problem.detail for problem in problems}
+    own.entries |= entries
+    own.values |= {fqn: tensors[fqn] for fqn in entries}
     groups = tuple(f"{key}.param_groups." for key in components.param_groups)
-    for fqn in sorted(others - loaded):
+    for fqn in sorted(values.keys() - loaded.keys()):
         own.unproved[fqn] = NO_TENSOR if fqn.startswith(groups) else "it was not loaded"
 
 
@@ -252,7 +240,7 @@ def _stored_sum(fqn: str, source: OpenSource) -> int | str | None:
 
 
 def _compare(
-    keys: Sequence[str], of_one_rank: Collection[str], summed: Sequence[_Summed], unproved: dict[str, str]
+    keys: Sequence[str], summed: Sequence[_Summed], unproved: dict[str, str], *, is_of_one_rank: bool
 ) -> tuple[list[str], list[str]]:
     """The keys that are wrong and those that are right; adds to ``unproved``."""
     for of_rank in summed:
@@ -263,7 +251,7 @@ def _compare(
     for fqn in keys:
         if fqn not in unproved and (fqn in reasons or fqn not in stored):
             unproved[fqn] = reasons.get(fqn, "no rank could look its fingerprint up")
-    of_all = {fqn: one for fqn, one in stored.items() if fqn not in of_one_rank}
+    of_all = {} if is_of_one_rank else stored
     differing = set(SumTable.merge([one.sums for one in summed]).differing(of_all))
     differing.update(fqn for one in summed for fqn in (*one.wrong, *one.reshaped))
     compared = [fqn for fqn in keys if fqn not in unproved]

@@ -22,7 +22,7 @@ UNTOUCHED = "left as is"
 
 WhyNotRead = Literal["missing", "skipped", "left", "refused"]
 """Why a load does not read a key of the state dict: the checkpoint lacks it; lacks it and may (``allow_partial_load``);
-the policy, or every source, leaves it out; its saved value has another kind or shape than the target."""
+the policy, or the source, leaves it out; its saved value has another kind or shape than the target."""
 
 
 @dataclass(frozen=True)
@@ -54,38 +54,29 @@ class LoadRules:
 
     Attributes:
         source: Which keys come from this checkpoint, and under which names.
-        earlier: Sources that come first: keys that they select do not come from this one.
         policy: What to do with each component, and about missing or unexpected keys; ``None`` is stock's behaviour.
         components: The plan of each component that has been decided already; some components are not in the state
             dict that the planner gets.
         values_first: Nothing changes before the caller calls ``LoadPlanner.change_targets``, after every rank has read
             its non-tensor values: these are what a load most often cannot read.
-        is_alone: Whether the load has no other source.
     """
 
     source: Source = field(default_factory=Source)
-    earlier: tuple[Source, ...] = ()
     policy: ElasticPolicy | None = None
     components: Mapping[str, ComponentPlan] = field(default_factory=dict)
     values_first: bool = False
-    is_alone: bool = True
 
     @property
     def loads_all(self) -> bool:
         """Whether ``is_loaded`` holds for every key: nothing is chosen or left out."""
         policy = self.policy
-        takes_all = "*" in self.source.include and not self.source.exclude and not self.earlier
+        takes_all = "*" in self.source.include and not self.source.exclude
         return takes_all and (policy is None or (not policy.actions and policy.default not in ("omit", "reset")))
-
-    def selects(self, fqn: str, component: str) -> bool:
-        """Whether a flat key of the state dict comes from this checkpoint."""
-        chosen = self.source.selects(fqn, component)
-        return chosen and not any(source.selects(fqn, component) for source in self.earlier)
 
     def is_loaded(self, fqn: str, *, is_tensor: bool) -> bool:
         """Whether this load fills a flat key of the state dict."""
         component = component_of(fqn, self.components, is_tensor=is_tensor)
-        if not self.selects(fqn, component):
+        if not self.source.selects(fqn, component):
             return False
         return self.policy is None or self.policy.key_action(fqn, component) not in ("omit", "reset")
 

@@ -182,7 +182,7 @@ def unexpected_keys(joint: JointRequest, components: Mapping[str, ComponentPlan]
             continue
         own_name = source.own_name(fqn)
         name = component_of(own_name, components, is_tensor=True)
-        if name not in components or not joint.rules.selects(own_name, name):
+        if name not in components or not joint.rules.source.selects(own_name, name):
             continue
         is_model = own_name.startswith(f"{MODEL}.")
         if components[name].is_top and not is_model and not _is_tensor_at_top(fqn, joint.metadata):
@@ -320,8 +320,8 @@ def unused_filters(joint: JointRequest) -> tuple[list[Problem], list[str]]:
         if is_close and (rules.policy is None or rules.policy.strict == "error"):
             problems.append(Problem("unused_filter", glob, text))
         elif rules.policy is None or rules.policy.strict != "ignore":
-            warned.append(f"{glob!r} of a source {text}")
-    if rules.is_alone and not problems and not any(map(source.includes, held, held.values())):
+            warned.append(f"{glob!r} of the source {text}")
+    if not problems and not any(map(source.includes, held, held.values())):
         for glob in source.include:
             text = f"selects nothing of the state dict; {names_hint(glob, held, components)}"
             problems.append(Problem("unused_filter", glob, text))

@@ -1,4 +1,4 @@
-"""The policy of a load (what to do with each component) and its sources (which keys come from which checkpoint)."""
+"""The policy of a load (what to do with each component) and its source (which keys come from where, by which names)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from torch.distributed.checkpoint.storage import StorageReader
 
@@ -186,13 +186,10 @@ class Source:
         return self.saved_name(f"{component}.x").removesuffix(".x")
 
 
-def check_rules(where: str, policy: object, sources: Any = ()) -> None:
-    """Raises TypeError unless these are a policy, or ``None``, and a list of sources."""
+def check_rules(where: str, policy: object) -> None:
+    """Raises TypeError unless it is a policy, or ``None``."""
     expected = "an ElasticPolicy, such as ElasticPolicy({'dataloader': 'reset'})"
     check_argument(where, "policy", policy, (ElasticPolicy, type(None)), expected)
-    check_argument(where, "sources", sources, (list, tuple), "a list such as [Source(path)]")
-    for source in sources:
-        check_argument(where, "sources", source, Source, "a list such as [Source(path)]")
 
 
 def _are_texts(values: Iterable[object]) -> bool:

@@ -9,7 +9,7 @@ import fnmatch
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 
 from torchtitan_ext._core import OptionGaps, find_option_gaps
@@ -296,29 +296,6 @@ def _component_lines(
 
 
 def join_reports(reports: Sequence[tuple[str, LoadReport]]) -> LoadReport:
-    """One report for a load from several checkpoints, by the name and the report of each."""
-    (_, first), *others = reports
-    if not others:
-        return first
-    lines = {line.name: replace(line, outcome=UNTOUCHED) for _, report in reports for line in report.components}
-    for name, report in reports:
-        for line in report.components:
-            if line.outcome != UNTOUCHED:
-                known = lines[line.name].outcome
-                before = "" if known == UNTOUCHED else f"{known}; "
-                lines[line.name] = replace(line, outcome=f"{before}{line.outcome} from {name}")
-    return LoadReport(
-        first.old,
-        first.new,
-        tuple(lines.values()),
-        tuple(fqn for _, report in reports for fqn in report.missing),
-        tuple(fqn for _, report in reports for fqn in report.unexpected),
-        tuple(name for name in first.unused if all(name in report.unused for _, report in others)),
-        tuple(problem for _, report in reports for problem in report.problems),
-        tied={fqn: first for _, report in reports for fqn, first in report.tied.items()},
-    )
-
-
 def warn_of_leftovers(report: LoadReport, policy: ElasticPolicy) -> None:
     """Logs missing, unexpected and unused names, as ``strict`` says."""
     if policy.strict == "warn" and (report.missing or (report.unexpected and policy.unexpected == "warn")):
@@ -336,7 +313,7 @@ def warn_of_unproved(proof: LoadProof) -> None:
 
 def disagreements(rules: Sequence[str]) -> list[Problem]:
     """The problem that ranks load by different rules, which each of them gives as text."""
-    return differing("policy", rules, show=str, advice="pass the same policy and sources on every rank")
+    return differing("policy", rules, show=str, advice="pass the same policy and Source on every rank")
 
 
 def _world_problems(

@@ -181,8 +181,8 @@ class _Load:
         plans = components_of(is_tensor, one.table.stock_paths, self._job.policy)
         rngs = self._generators(plans, stage.ranks.num_data_parallel)
         if rngs:
-            cut = sort_components(rngs, [self._opened], self._job.policy, self._job.num_ranks, lambda name: None)
-            plans |= cut.plans[0]
+            cut = sort_components(rngs, self._opened, self._job.policy, self._job.num_ranks, lambda name: None)
+            plans |= cut.plans
             is_kept = {fqn: component_of(fqn, plans, is_tensor=tensor) not in rngs for fqn, tensor in is_tensor.items()}
             one = one.restricted(is_kept.__getitem__)
         rules = self._rules(plans)
@@ -209,8 +209,8 @@ class _Load:
         """The request of a state dict's rank. Values under a name of the rank's own are asked for even if not saved."""
         size = self._job.num_ranks
         state = {key: value.among(size) if isinstance(value, RngState) else value for key, value in state.items()}
-        components = sort_components(state, [self._opened], self._job.policy, size, lambda name: None)
-        planner = self.planner(components.plans[0])
+        components = sort_components(state, self._opened, self._job.policy, size, lambda name: None)
+        planner = self.planner(components.plans)
         planner.set_up_planner(components.values, self._opened.metadata)
         request: ReadRequest = planner.create_local_plan().planner_data
         absent = [fqn for fqn, why in request.not_read.items() if why == "missing" and fqn in own]

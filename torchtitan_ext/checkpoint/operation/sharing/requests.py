@@ -27,7 +27,7 @@ class ShareRequest:
     own_bytes: int
     host: bytes
     host_name: str
-    marks: tuple[str, ...]
+    mark: str
     is_rounded: bool
 
 
@@ -48,12 +48,12 @@ class ShareDecision:
     between_hosts: Mapping[tuple[str, str], int]
 
 
-def request_of(sources: Sequence[PlannedSource], reads: _core.RankReads, phases: Phases) -> ShareRequest:
+def request_of(source: PlannedSource, reads: _core.RankReads, phases: Phases) -> ShareRequest:
     """What this rank wants. Its targets have memory by now. Not collective."""
-    message = pack(reads.wanted(find_tags(sources, reads.items, phases)))
-    is_rounded = all(source.can_cut for source in sources)
-    marks = tuple(map(_mark, sources))
-    return ShareRequest(message, reads.own_bytes, host_digest(), socket.gethostname(), marks, is_rounded)
+    message = pack(reads.wanted(find_tags(source, reads.items, phases)))
+    # Equal on ranks that number keys and chunks alike.
+    mark = getattr(source.opened.reader, "metadata_digest", "") or name_metadata(source.ours.metadata)
+    return ShareRequest(message, reads.own_bytes, host_digest(), socket.gethostname(), mark, source.can_cut)
 
 
 def decide(requests: Sequence[ShareRequest]) -> list[ShareDecision]:
@@ -66,7 +66,7 @@ def decide(requests: Sequence[ShareRequest]) -> list[ShareDecision]:
     )
     sharing = ReadSharing(False, "", plan.wanted_bytes, plan.wanted_bytes - plan.repeated_bytes + plan.shared_bytes)
     why_not = ""
-    if any(request.marks != requests[0].marks for request in requests):
+    if any(request.mark != requests[0].mark for request in requests):
         why_not = "ranks have read different metadata"
     elif plan.shared_bytes == 0:
         why_not = "no bytes are wanted by several ranks"
@@ -86,8 +86,3 @@ def decide(requests: Sequence[ShareRequest]) -> list[ShareDecision]:
         between,
     )
     return [replace(common, part=pack(plan.part_message(rank))) for rank in range(len(requests))]
-
-
-def _mark(source: PlannedSource) -> str:
-    """Equal on ranks that number keys and chunks alike."""
-    return getattr(source.opened.reader, "metadata_digest", "") or name_metadata(source.ours.metadata)

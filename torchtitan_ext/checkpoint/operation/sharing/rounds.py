@@ -40,7 +40,7 @@ class Rounds:
 
     def __init__(
         self,
-        sources: Sequence[PlannedSource],
+        source: PlannedSource,
         reads: _core.RankReads,
         decision: ShareDecision,
         phases: Phases,
@@ -49,7 +49,7 @@ class Rounds:
         self.done = Done()
         assert decision.part is not None, "ranks share nothing, please report"
         reads.share(unpack(decision.part))
-        self._sources = sources
+        self._source = source
         self._reads = reads
         self._decision = decision
         self._phases = phases
@@ -66,8 +66,7 @@ class Rounds:
             found = self._reads.reads(number)
             self._unsent = self._prepare(number)
             begin = time.perf_counter()
-            for source, items in zip(self._sources, found.items, strict=True):
-                source.read(in_file_order(items, source.ours.metadata))
+            self._source.read(in_file_order(found.items, self._source.ours.metadata))
             return Done(read_seconds=time.perf_counter() - begin, bytes_read=found.num_bytes)
 
         def work() -> Done:
@@ -94,7 +93,7 @@ class Rounds:
         prepared = []
         for device, name in enumerate(self._decision.devices):
             found = self._reads.exchange(number, device)
-            sources, targets = ([self._tensor_of(*one) for one in side] for side in (found.sources, found.targets))
+            sources, targets = ([self._tensor_of(item) for item in side] for side in (found.sources, found.targets))
             tables = torch.from_numpy(found.sends), torch.from_numpy(found.receives)
             prepared.append(_Sent(name, sources, targets, *tables))
         return prepared
@@ -117,8 +116,8 @@ class Rounds:
             num_bytes += sum(target.nbytes for target in sent.targets)
         return time.perf_counter() - begin, num_bytes
 
-    def _tensor_of(self, source: int, item: ReadItem) -> Tensor:
-        return self._sources[source].ours.resolve_tensor(item).detach()
+    def _tensor_of(self, item: ReadItem) -> Tensor:
+        return self._source.ours.resolve_tensor(item).detach()
 
 
 class _Sent(NamedTuple):

@@ -30,18 +30,17 @@ class ShareOffer:
 
     Attributes:
         share_reads: The argument.
-        can_share: Whether all planners are ours and all ranks read the same metadata, as far as this rank sees.
+        can_share: Whether the planner is ours and all ranks read the same metadata, as far as this rank sees.
     """
 
     share_reads: bool
     can_share: bool
 
 
-def offer(share_reads: bool, sources: Sequence[PlannedSource]) -> ShareOffer:
+def offer(share_reads: bool, source: PlannedSource) -> ShareOffer:
     """This rank's offer, before its targets change. Not collective."""
-    decisions = [source.plan.planner_data for source in sources]
-    can_share = bool(sources) and all(isinstance(one, ReadDecision) and one.is_cover_checked for one in decisions)
-    return ShareOffer(share_reads, can_share)
+    decision = source.plan.planner_data
+    return ShareOffer(share_reads, isinstance(decision, ReadDecision) and decision.is_cover_checked)
 
 
 def is_worth_asking(offers: Sequence[ShareOffer]) -> bool:
@@ -49,26 +48,23 @@ def is_worth_asking(offers: Sequence[ShareOffer]) -> bool:
     return len(offers) > 1 and all(one.share_reads and one.can_share for one in offers)
 
 
-def read_sharing(sources: Sequence[PlannedSource], phases: Phases) -> ReadSharing:
-    """Changes the targets and reads the tensors of all sources; says how. Collective, where ``is_worth_asking``."""
-    metadata = [source.ours.metadata.state_dict_metadata for source in sources]
-    reads = _core.RankReads([source.plan.items for source in sources], metadata)
+def read_sharing(source: PlannedSource, phases: Phases) -> ReadSharing:
+    """Changes the targets and reads the tensors; says how. Collective, where ``is_worth_asking``."""
+    reads = _core.RankReads(source.plan.items, source.ours.metadata.state_dict_metadata)
 
     def ask() -> ShareRequest:
-        for source in sources:
-            source.ours.change_targets()
-        return request_of(sources, reads, phases)
+        source.ours.change_targets()
+        return request_of(source, reads, phases)
 
     def read_all() -> None:
-        for source in sources:
-            source.read(in_file_order(source.plan.items, source.ours.metadata))
+        source.read(in_file_order(source.plan.items, source.ours.metadata))
 
     decision = phases.through_coordinator("share", ask, decide)
     if decision.part is None:
         phases.on_all("read", read_all)
         return decision.sharing
     with ThreadPoolExecutor(1, "torchtitan_ext.share_reads") as reader:
-        rounds = Rounds(sources, reads, decision, phases, reader)
+        rounds = Rounds(source, reads, decision, phases, reader)
         for number in [*range(reads.num_rounds), None]:
             rounds.step(number)
     seconds = max(rounds.done.exchange_seconds, 1e-9)

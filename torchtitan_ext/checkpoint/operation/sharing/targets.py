@@ -16,28 +16,27 @@ from torchtitan_ext.layout.dtensor import is_plain_memory, is_wrapper
 from torchtitan_ext.ranks.exchange import has_backend
 from torchtitan_ext.storage import FileReader
 
-TargetKey = tuple[int, str, torch.Size | None]
-"""Names a tensor that items fill: a key of one source, and of a tensor in several parts the part."""
+TargetKey = tuple[str, torch.Size | None]
+"""Names a tensor that items fill: a key, and of a tensor in several parts the part."""
 
 
 def find_tags(
-    sources: Sequence[PlannedSource], items: Sequence[Sequence[ReadItem]], phases: Phases
+    source: PlannedSource, items: Sequence[ReadItem], phases: Phases
 ) -> list[tuple[str, str, int, bool, bool] | None]:
-    """Of each item of each source what others who want it need to know of its target (``ShareTag`` in
+    """Of each item what others who want it need to know of its target (``ShareTag`` in
     ``csrc/core/shared_reads.h``); ``None`` where this rank reads it for itself."""
     places: list[TargetKey] = []
     tensors: dict[TargetKey, Tensor] = {}
-    are_cut: list[bool] = []  # whether a part of the record can be read without the rest
-    for number, (source, own) in enumerate(zip(sources, items, strict=True)):
-        entries, reader = source.ours.wanted.entries, source.opened.reader
-        stored = [item.storage_index for item in own]
-        are_cut += reader.are_plain(stored) if isinstance(reader, FileReader) else [False] * len(own)
-        for item in own:
-            index = item.dest_index
-            place = (number, index.fqn, None if lies_in_local(entries.get(index.fqn)) else index.offset)
-            if place not in tensors:
-                tensors[place] = source.ours.lookup_tensor(index).detach()
-            places.append(place)
+    entries, reader = source.ours.wanted.entries, source.opened.reader
+    stored = [item.storage_index for item in items]
+    # Whether a part of the record can be read without the rest.
+    are_cut = reader.are_plain(stored) if isinstance(reader, FileReader) else [False] * len(items)
+    for item in items:
+        index = item.dest_index
+        place = (index.fqn, None if lies_in_local(entries.get(index.fqn)) else index.offset)
+        if place not in tensors:
+            tensors[place] = source.ours.lookup_tensor(index).detach()
+        places.append(place)
     alone, overwritten = _find_ties(tensors, places)
     first_of_type = {tensor.device.type: tensor.device for tensor in reversed(tensors.values())}
     usable = {
@@ -45,7 +44,7 @@ def find_tags(
         for place, tensor in tensors.items()
         if place not in alone
         and _is_memory(tensor)
-        and sources[place[0]].ours.why_unproved(place[1]) is None  # nothing but these bytes fills it
+        and source.ours.why_unproved(place[0]) is None  # nothing but these bytes fills it
         and first_of_type[tensor.device.type] == tensor.device  # an exchange is of one device
         and phases.group is not None
         and has_backend(phases.group, tensor.device.type)
