@@ -4,7 +4,6 @@ import functools
 import logging
 import multiprocessing
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -42,9 +41,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import torchtitan_ext as tte
-from torchtitan_ext.errors import CannotInstallError, WrongValueError
+from torchtitan_ext.errors import CannotInstallError
 from torchtitan_ext.integrations.install import POINTS
-from torchtitan_ext.storage.commit.steps import folders_in_fallback
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STOCK = {(point.owner, point.name): getattr(point.owner, point.name) for point in POINTS}
@@ -491,109 +489,6 @@ def test_asynchronous_saves(run_world: Callable[..., Any], tmp_path: Path, kind:
         entry = FileSystemReader(tmp_path / step).read_metadata().planner_data
         assert any("torchtitan_ext" in str(key) for key in entry), "made by our planner"
         assert outcome({"w": torch.arange(9.0)}, tmp_path / step) == "equal"
-
-
-class FullDisk:
-    """Files beyond a limit cannot be written on some ranks, nor by processes that these start meanwhile."""
-
-    def __init__(self, ranks: tuple[int, ...]) -> None:
-        self._is_full = dist.get_rank() in ranks
-        self._before = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def __enter__(self) -> None:
-        if self._is_full:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, self._before[1]))
-
-    def __exit__(self, *error: object) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, self._before)
-
-
-def saved_by(how: str, state: dict[str, Any], path: Path) -> Any:
-    """What a save says: its metadata, ``None`` where it was only warned of, or the error that it raised."""
-    try:
-        if how == "save":
-            return type(dcp.save(state, checkpoint_id=path)).__name__
-        kind = AsyncCheckpointerType(how)
-        future = dcp.async_save(state, storage_writer=FileSystemWriter(path), async_checkpointer_type=kind)
-        return type(getattr(future, "upload_completion", future).result(timeout=120)).__name__
-    except CheckpointException as error:
-        return ", ".join(f"{rank} {type(cause).__name__}" for rank, (cause, _) in sorted(error.failures.items()))
-
-
-def meet_a_full_disk(rank: int, world_size: int, folder: Path, how: str) -> tuple[list[Any], list[str]]:
-    run, said = folder / "run", []
-    logged: list[str] = []
-    state = {"w": torch.arange(100_000.0), f"of_{rank}": torch.arange(100_000.0) + rank}
-    with mock.patch.object(logging.getLogger("torchtitan_ext.integrations.install"), "warning") as warn:
-        for step in range(1, 6):
-            with (
-                tte.integrations.installed(on_error="warn", retries=1, max_failures=3),
-                FullDisk((1,) if step in (2, 3, 4) else ()),
-            ):
-                said.append(saved_by(how, state, run / f"step-{step}"))
-        with tte.integrations.installed(fallback=folder / "other"), FullDisk((0, 1)):
-            said.append(saved_by(how, state, run / "step-6"))
-        if rank == 0:
-            (folder / "file").write_text("no directory")
-        dist.barrier()
-        with tte.integrations.installed(fallback=folder / "other"):
-            said.append(saved_by(how, state, folder / "file" / "step-7"))
-        with tte.integrations.installed(on_error="warn", retries=2):  # the state is at fault: nothing is tried again
-            said.append(saved_by(how, {"x": rank}, run / "step-8"))
-        logged = [call.args[0] % call.args[1:] for call in warn.call_args_list]
-    return said, logged
-
-
-@pytest.mark.parametrize("how", ["save", "thread"])
-def test_storage_that_refuses_a_save(run_world: Callable[..., Any], tmp_path: Path, how: str) -> None:
-    (first, logged), (second, not_logged) = run_world(2, meet_a_full_disk, tmp_path, how)
-    assert first == second and not_logged == []
-    assert first[:5] == ["Metadata", "NoneType", "NoneType", "1 OSError", "Metadata"]
-    assert first[5:] == ["0 OSError, 1 OSError", "Metadata", "0 ReplicaMismatchError"]
-    of_run = Path(folders_in_fallback(tmp_path / "file", tmp_path / "other")[0])
-    assert logged.pop().endswith(f"step-7: storage refused this save; it is in {of_run / 'step-7'}")
-    assert len(logged) == 2 and "nothing was saved (2 in a row, 3 raise): rank 1: OSError" in logged[1]
-    run = tmp_path / "run"
-    assert sorted(path.name for path in run.iterdir() if not path.name.startswith(".")) == ["step-1", "step-5"]
-    for path in (run / "step-1", run / "step-5", of_run / "step-7"):
-        target = {"w": torch.zeros(100_000), "of_1": torch.zeros(100_000)}
-        with tte.integrations.installed():
-            dcp.load(target, checkpoint_id=path, no_dist=True)
-        assert torch.equal(target["of_1"], torch.arange(100_000.0) + 1)
-
-
-def meet_no_directory(rank: int, world_size: int, folder: Path) -> list[Any]:
-    """In a process of DCP's the same: tried again, elsewhere, and warned of."""
-    if rank == 0:
-        (folder / "file").write_text("no directory")
-    dist.barrier()
-    state, said = {"w": torch.arange(9.0)}, []
-    try:
-        with tte.integrations.installed(fallback=folder / "other", retries=1):
-            said.append(saved_by("process", state, folder / "file" / "step-1"))
-        with tte.integrations.installed(on_error="warn", retries=1):
-            said.append(saved_by("process", state, folder / "file" / "step-2"))
-            said.append(saved_by("process", state, folder / "run" / "step-3"))
-    finally:
-        dist.barrier()
-        kept = _async_process_executor._CHECKPOINT_PROCESS
-        _async_process_executor._CHECKPOINT_PROCESS = None
-        if kept is not None:
-            kept._save_process.kill()
-    return said
-
-
-def test_storage_that_refuses_a_save_in_a_process(run_world: Callable[..., Any], tmp_path: Path) -> None:
-    assert run_world(2, meet_no_directory, tmp_path) == [["Metadata", "NoneType", "Metadata"]] * 2
-    of_run = Path(folders_in_fallback(tmp_path / "file", tmp_path / "other")[0])
-    for path in (of_run / "step-1", tmp_path / "run" / "step-3"):
-        assert outcome({"w": torch.arange(9.0)}, path) == "equal"
-
-
-def test_options_for_storage_that_refuses_are_checked() -> None:
-    for wrong in ({"on_error": "ignore"}, {"retries": -1}, {"max_failures": 0}, {"fallback": "gs://bucket"}):
-        with pytest.raises(WrongValueError, match=f"install: got {next(iter(wrong))}"):
-            tte.install(**wrong)
 
 
 def never_overwrite(init: Any) -> Any:

@@ -7,7 +7,7 @@ import pickle
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from numbers import Integral
 from types import FrameType
@@ -105,16 +105,11 @@ _OF_PLANNERS = {"set_up_planner", "create_local_plan", "create_global_plan", "fi
 _OF_CALLS = (FileExistsError, NotADirectoryError)
 
 
-def is_of_storage(error: BaseException, frames: Iterable[traceback.FrameSummary] | None = None) -> bool:
-    """Whether storage failed: an OSError that neither a planner has raised, nor storage about a wrong call.
-
-    Args:
-        frames: The functions that the error passed through, where it has lost its traceback.
-    """
+def is_of_storage(error: BaseException) -> bool:
+    """Whether storage failed: an OSError that neither a planner has raised, nor storage about a wrong call."""
     if not isinstance(error, OSError) or (isinstance(error, _OF_CALLS) and error.errno is None):
         return False
-    frames = traceback.extract_tb(error.__traceback__) if frames is None else frames
-    return not any(frame.name in _OF_PLANNERS for frame in frames)
+    return not any(frame.name in _OF_PLANNERS for frame in traceback.extract_tb(error.__traceback__))
 
 
 def clear_frames(error: BaseException) -> None:

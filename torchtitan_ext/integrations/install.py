@@ -13,24 +13,19 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint import format_utils, staging, state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from torchtitan_ext.checkpoint import LoadPlanner, SavePlanner
-from torchtitan_ext.checkpoint.operation.save_job import OnStorageError
-from torchtitan_ext.checkpoint.operation.soft_failure import NothingSaved, try_in_turn
 from torchtitan_ext.dcp_private import (
     EmptyStateDictLoadPlanner,
     ExtensionRegistry,
@@ -38,7 +33,7 @@ from torchtitan_ext.dcp_private import (
     async_thread_executor,
     is_fsspec,
 )
-from torchtitan_ext.errors import CannotInstallError, WrongValueError, is_of_storage
+from torchtitan_ext.errors import CannotInstallError
 from torchtitan_ext.layout.own_boxes import keep_own_boxes
 from torchtitan_ext.storage import FileReader, FileWriter
 from torchtitan_ext.storage.location import is_in_object_store, is_local
@@ -62,9 +57,6 @@ OPTIONS: Mapping[type, tuple[str, ...]] = {
 }
 """The options that ``install`` passes to each of our classes."""
 
-SOFT_OPTIONS = tuple(one.name for one in fields(OnStorageError))
-"""The options of saves that storage refuses: those of ``tte.CheckpointManager``, for saves that write our files."""
-
 # Attributes of stock's planner that ours takes over.
 _OF_SAVE_PLANNER = "flatten_state_dict flatten_sharded_tensors dedup_save_to_lowest_rank"
 
@@ -83,7 +75,6 @@ class Settings:
     planners: bool
     storage: bool
     options: Mapping[str, Any]
-    on_storage_error: OnStorageError
     logged: set[str] = field(default_factory=set)
 
     def make(self, ours: type, stock: type, *args: Any, **carried: Any) -> Any:
@@ -100,8 +91,7 @@ class Settings:
 class Point:
     """A function of DCP that is wrapped: ``owner`` holds it, ``parameters`` are the names of its parameters.
 
-    ``replace`` changes the arguments before the call, ``finish`` sees them and the result. In a save of our files
-    ``save_with_retries`` makes the call.
+    ``replace`` changes the arguments before the call, ``finish`` sees them and the result.
     """
 
     owner: Any
@@ -109,7 +99,6 @@ class Point:
     parameters: str
     replace: Callable[[Settings, dict[str, Any]], None]
     finish: Callable[[Mapping[str, Any], Any], None] = lambda passed, result: None
-    save_with_retries: Callable[[Settings, Callable[..., Any], inspect.BoundArguments], Any] | None = None
 
 
 class Installation:
@@ -159,9 +148,7 @@ def install(planners: bool = True, storage: bool = True, **options: Any) -> None
             that ``tte.save`` commits to. In place of a ``HuggingFaceStorageReader`` and of a
             ``HuggingFaceStorageWriter`` with ``enable_consolidation``, or without ``save_distributed``, ours read and
             write the final safetensors files.
-        options: Of ``SavePlanner``, ``LoadPlanner``, ``FileWriter`` and ``FileReader``: see ``OPTIONS``. And
-            ``on_error``, ``fallback``, ``retries`` and ``max_failures`` of ``tte.CheckpointManager``; a save that is
-            only warned of returns ``None``.
+        options: Of ``SavePlanner``, ``LoadPlanner``, ``FileWriter`` and ``FileReader``: see ``OPTIONS``.
 
     Raises:
         CannotInstallError: This torch is not known, or somebody else has patched the same functions.
@@ -196,15 +183,11 @@ def installed(planners: bool = True, storage: bool = True, **options: Any) -> It
 
 
 def _settings(function: str, planners: bool, storage: bool, options: dict[str, Any]) -> Settings:
-    known = sorted({name for names in (*OPTIONS.values(), SOFT_OPTIONS) for name in names})
+    known = sorted({name for names in OPTIONS.values() for name in names})
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise TypeError(f"{function}: got the option(s) {', '.join(unknown)}, expected some of {', '.join(known)}")
-    on_storage_error = OnStorageError(**{name: options[name] for name in SOFT_OPTIONS if name in options})
-    on_storage_error.check(function)
-    if on_storage_error.fallback is not None and not is_local(on_storage_error.fallback):
-        raise WrongValueError(f"{function}: got fallback={options['fallback']!r}, expected a local directory")
-    settings = Settings(planners, storage, dict(options), on_storage_error)
+    settings = Settings(planners, storage, dict(options))
     # Wrong values raise here, not in the first save.
     for ours in OPTIONS:
         args = () if ours in (SavePlanner, LoadPlanner) else (".",)
@@ -244,13 +227,8 @@ def _wrap(installation: Installation, point: Point, original: Any) -> Any:
         if settings is None:
             return original(*args, **kwargs)
         passed = signature.bind(*args, **kwargs)
-        given = passed.arguments.get("storage_writer")
         point.replace(settings, passed.arguments)
-        is_ours = passed.arguments.get("storage_writer") is not given
-        if point.save_with_retries is not None and is_ours and settings.on_storage_error != OnStorageError():
-            result = point.save_with_retries(settings, original, passed)
-        else:
-            result = original(*passed.args, **passed.kwargs)
+        result = original(*passed.args, **passed.kwargs)
         point.finish(passed.arguments, result)
         return result
 
@@ -287,65 +265,6 @@ def _replace_in_executor(settings: Settings, passed: dict[str, Any]) -> None:
         passed["storage_writer"] = replaced if isinstance(replaced, FileWriter) else None
     else:
         passed["storage_writer"] = _writer(settings, writer, passed["planner"])
-
-
-def _save_with_retries(settings: Settings, original: Callable[..., Any], passed: inspect.BoundArguments) -> Any:
-    """What DCP's save returns, or ``None`` for a save that is only warned of. Collective, as the save is."""
-    writer, handling = passed.arguments["storage_writer"], settings.on_storage_error
-
-    def attempts() -> Iterator[Callable[[], Any]]:
-        yield lambda: original(*passed.args, **passed.kwargs)
-        for path in handling.other_places(writer.path, handling.place_of(writer.path)):
-            writer.reset(path)
-            yield lambda: original(*passed.args, **passed.kwargs)
-        writer.abandon()
-
-    return _first_saved(settings, attempts(), writer.path, passed.arguments)
-
-
-def _save_with_retries_later(settings: Settings, original: Callable[..., Any], passed: inspect.BoundArguments) -> Any:
-    """A future of the same. The first attempt begins at once; others begin where DCP's thread has ended."""
-    arguments, writer = passed.arguments, passed.arguments["storage_writer"]
-    handling, first, path = settings.on_storage_error, original(*passed.args, **passed.kwargs), writer.path
-
-    def attempts() -> Iterator[Callable[[], Any]]:
-        yield first.result
-        for place in handling.other_places(path, handling.place_of(path)):
-            writer.reset(place)
-            # An executor of DCP's is for one save.
-            arguments.update(self=type(arguments["self"])(), checkpoint_id=place)
-            yield lambda: original(*passed.args, **passed.kwargs).result()
-
-    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torchtitan_ext.install")
-    saved: Future[Any] = thread.submit(_first_saved, settings, attempts(), path, arguments)
-    thread.shutdown(wait=False)
-    return saved
-
-
-def _first_saved(
-    settings: Settings, attempts: Iterator[Callable[[], Any]], path: Path, passed: Mapping[str, Any]
-) -> Any:
-    group, is_alone = passed.get("process_group"), passed.get("no_dist", False) or not dist.is_initialized()
-    group = None if is_alone else group or dist.group.WORLD
-    outcome = try_in_turn(attempts, settings.on_storage_error, group, path, _cause)
-    is_coordinator = is_alone or dist.get_rank(group) == passed.get("coordinator_rank", 0)
-    if not isinstance(outcome, NothingSaved):
-        place = passed["storage_writer"].path
-        if is_coordinator and place != path:
-            logger.warning("torchtitan_ext: %s: storage refused this save; it is in %s", path, place)
-        return outcome
-    if is_coordinator:
-        logger.warning("torchtitan_ext: %s: save: nothing was saved (%s): %s", path, outcome.in_a_row, outcome.cause)
-    return None
-
-
-def _cause(error: BaseException) -> str | None:
-    """Why a save of DCP's failed, the same on every rank, where that is storage."""
-    if not isinstance(error, CheckpointException):
-        return None
-    if not all(is_of_storage(one, frames) for one, frames in error.failures.values()):
-        return None
-    return "; ".join(f"rank {rank}: {type(one).__name__}: {one}" for rank, (one, _) in error.failures.items())
 
 
 def _keep_own_boxes(value: Any, staged: Any) -> None:
@@ -423,14 +342,13 @@ def _reader(settings: Settings, reader: Any) -> Any:
 
 
 POINTS = (
-    Point(state_dict_saver, "_save_state_dict", _SAVE, _replace_in_save, save_with_retries=_save_with_retries),
+    Point(state_dict_saver, "_save_state_dict", _SAVE, _replace_in_save),
     Point(state_dict_loader, "_load_state_dict", _LOAD, _replace_in_load),
     Point(
         async_thread_executor._ThreadBasedAsyncCheckpointExecutor,
         "execute_save",
         _EXECUTE,
         _replace_in_executor,
-        save_with_retries=_save_with_retries_later,
     ),
     Point(
         staging.BlockingAsyncStager,
@@ -444,7 +362,6 @@ POINTS = (
         "execute_save",
         _EXECUTE,
         _replace_in_executor,
-        save_with_retries=_save_with_retries_later,
     ),
 )
 

@@ -26,7 +26,7 @@ OnError = Literal["raise", "warn"]
 
 @dataclass(frozen=True)
 class OnStorageError:
-    """What becomes of a save that storage refuses on any rank: options of ``tte.CheckpointManager`` and ``install``.
+    """What becomes of a save that storage refuses on any rank: options of ``tte.CheckpointManager``.
 
     Errors of storage are those of the operating system: a full disk, a directory that is gone or read-only. Refusals,
     whose cause is the state, and lost ranks, whose group can do nothing more, are always raised.
@@ -66,12 +66,6 @@ class OnStorageError:
         run = os.path.dirname(os.path.abspath(path)) if is_local(path) else os.path.dirname(os.fspath(path).rstrip("/"))
         folders = [] if self.fallback is None else folders_in_fallback(run, self.fallback)
         return tuple(Path(folder) for folder in (run, *folders) if is_local(folder))
-
-    def other_places(
-        self, path: str | os.PathLike[str] | None, fallback: str | None
-    ) -> list[str | os.PathLike[str] | None]:
-        """Where a save at ``path``, whose place in the fallback directory is known, is tried again, in turn."""
-        return [path] * self.retries + ([] if fallback is None else [fallback])
 
 
 @dataclass(frozen=True)
