@@ -62,7 +62,7 @@ def once(function: Callable[[], Any]) -> float:
 
 def compare(state: State, limits: dict[str, Callable[[], Any]], folder: Path, rounds: int) -> dict[str, float]:
     """Best seconds of the limits, and of the stalls of all ways to save, which take turns."""
-    kept, process = CpuStager(), CpuStager(process=True)
+    kept = CpuStager()
     stock = DefaultStager(StagingOptions(False, False, False, False))
 
     def with_process(state: State, path: Path) -> Any:
@@ -72,7 +72,6 @@ def compare(state: State, limits: dict[str, Callable[[], Any]], folder: Path, ro
         "tte.async_save, stager kept": lambda state, path: tte.async_save(state, path, stager=kept),
         FIRST: lambda state, path: tte.async_save(state, path),
         "tte.async_save": lambda state, path: tte.async_save(state, path),
-        "tte.async_save, process": lambda state, path: tte.async_save(state, path, stager=process),
         "dcp.async_save": lambda state, path: dcp.async_save(state, checkpoint_id=path),
         "dcp.async_save, stager kept": lambda state, path: dcp.async_save(
             state, checkpoint_id=path, async_stager=stock
@@ -87,7 +86,6 @@ def compare(state: State, limits: dict[str, Callable[[], Any]], folder: Path, ro
             if name == FIRST:
                 SPARE.clear()
             best[name] = min(best.get(name, 1e9), stall_seconds(start, state, folder / "step"))
-    process.close()
     return best
 
 

@@ -8,9 +8,7 @@ import extent
 import late
 import pytest
 import torch
-from gloo_worlds import WorldPool, fork_server, on_a_gpu
-
-from torchtitan_ext.checkpoint.staging import child_process
+from gloo_worlds import WorldPool, on_a_gpu
 
 # Libraries of Hugging Face ask their hub otherwise, and wait for it where there is no network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -52,13 +50,6 @@ def run_on_accelerator(request: pytest.FixtureRequest) -> Callable[..., list[Any
         return lambda world_size, function, *args: run(world_size, function, "late", *args)
     run = request.getfixturevalue("run_world")
     return lambda world_size, function, *args: run(world_size, on_a_gpu, function, "cuda", *args)
-
-
-@pytest.fixture
-def warm_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Children that save in the background come from the server of the worlds, which has imported torch."""
-    fork_server()
-    monkeypatch.setattr(child_process, "START_METHOD", "forkserver")
 
 
 def pytest_report_header() -> str:

@@ -31,7 +31,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import torchtitan_ext as tte
 from torchtitan_ext import delta, transforms
-from torchtitan_ext.checkpoint import CpuStager
 from torchtitan_ext.elastic import (
     ElasticDataLoader,
     ElasticPolicy,
@@ -100,10 +99,6 @@ SAVES: dict[str, tuple[Act, Act]] = {
         lambda run: tte.save(state(), storage_writer=tte.FileWriter(run / "b"), fingerprints=True),
         lambda run: tte.save(state(), storage_writer=tte.FileWriter(run / "b", fingerprints=True)),
     ),
-    "expected one of them: CpuStager(process=True)": (
-        lambda run: tte.async_save(state(), run / "b", process=True, stager=CpuStager()),
-        lambda run: tte.async_save(state(), run / "b", stager=CpuStager(process=True)).result(),
-    ),
     "and no reuse='latest': nothing asks for the steps of the run": (
         lambda run: tte.save(state(), run / "b", step_pattern="b{step}"),
         lambda run: os.rename(tte.save(state(), run / "b1", step_pattern="b{step}", reuse="latest").path, run / "b"),
@@ -147,10 +142,6 @@ def test_arguments_of_a_save(tmp_path: Path, text: str) -> None:
 
 
 LOADS: dict[str, tuple[Callable[[Path], dict[str, Any]], Callable[[Path], dict[str, Any]]]] = {
-    "give them to it: LoadPlanner(allow_classes=[...])": (
-        lambda run: {"path": run / "step-1", "planner": tte.LoadPlanner(), "allow_classes": [Path]},
-        lambda run: {"path": run / "step-1", "planner": tte.LoadPlanner(allow_classes=[Path])},
-    ),
     "give it to the planner: LoadPlanner(cast='allow')": (
         lambda run: {"path": run / "step-1", "planner": tte.LoadPlanner(), "cast": "allow"},
         lambda run: {"path": run / "step-1", "planner": tte.LoadPlanner(cast="allow")},
@@ -163,17 +154,13 @@ LOADS: dict[str, tuple[Callable[[Path], dict[str, Any]], Callable[[Path], dict[s
         },
         lambda run: {"path": run / "step-1", "planner": tte.LoadPlanner(policy=ElasticPolicy())},
     ),
-    "got sources and a path or storage_reader, expected one of them": (
-        lambda run: {"path": run / "step-1", "sources": [Source(run / "step-1")]},
-        lambda run: {"sources": [Source(run / "step-1")]},
+    "give it to that: Source(storage_reader=...)": (
+        lambda run: {"path": Source(run / "step-1"), "storage_reader": tte.FileReader(run / "step-1")},
+        lambda run: {"path": Source(storage_reader=tte.FileReader(run / "step-1"))},
     ),
-    "give it to them: Source(path, transform=...)": (
-        lambda run: {"sources": [Source(run / "step-1")], "transform": Transform([Rule("**", "**")])},
-        lambda run: {"sources": [Source(run / "step-1", transform=Transform([Rule("**", "**")]))]},
-    ),
-    "and no step, expected step='latest' or a number": (
-        lambda run: {"path": run, "fallback": run / "other"},
-        lambda run: {"path": run, "fallback": run / "other", "step": "latest"},
+    "give it to that: Source(path, transform=...)": (
+        lambda run: {"path": Source(run / "step-1"), "transform": Transform([Rule("**", "**")])},
+        lambda run: {"path": Source(run / "step-1", transform=Transform([Rule("**", "**")]))},
     ),
     "got step_pattern='step-{step}' and no step, expected step='latest' or a number": (
         lambda run: {"path": run, "step_pattern": "step-{step}"},

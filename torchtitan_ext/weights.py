@@ -72,15 +72,14 @@ def async_save(
     process_group: dist.ProcessGroup | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
     stager: AsyncStager | None = None,
-    process: bool = False,
 ) -> Future[SaveResult]:
     """Copies the state dict to the CPU, then does what ``save`` does, in a thread. Collective.
 
     Args:
-        stager, process: As in ``tte.async_save``, whose rules hold here.
+        stager: As in ``tte.async_save``, whose rules hold here.
     """
     call = Call("weights.async_save", process_group, timeout_seconds=timeout_seconds)
-    return save_later(state_dict, _job(path, planner, max_file_bytes, transform), call, stager, process=process)
+    return save_later(state_dict, _job(path, planner, max_file_bytes, transform), call, stager)
 
 
 def _job(

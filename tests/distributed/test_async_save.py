@@ -1,9 +1,6 @@
 """`dcp.async_save` with our planner, in its thread and its process form, and `tte.async_save`."""
 
-import os
-import signal
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -32,13 +29,13 @@ from models import (
     trained,
     training_truth,
 )
+from states import save_of_run
 from torch.distributed.checkpoint import DefaultSavePlanner, _async_process_executor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torchtitan_ext as tte
 from torchtitan_ext.checkpoint import CpuStager
-from torchtitan_ext.storage import FileWriter
 
 
 def save_and_change(start: Callable[[dict[str, Any]], Any], state: dict[str, Any]) -> None:
@@ -103,80 +100,6 @@ def test_one_stager_and_one_planner_for_all_saves(run_world, tmp_path: Path) -> 
             assert differences(state["model"], truth) == [] and state["step"] == step
 
 
-def save_in_portions(rank: int, world_size: int, layout: HandMade, folder: Path, limit: int) -> None:
-    truth = handmade_truth()
-    stager = CpuStager(host_memory_bytes=limit)
-    for step in range(2):
-        extra = {"scalar": torch.tensor(step), "view": torch.arange(40.0)[::2], "list": [torch.ones(3), "text"]}
-        state = {"model": build_handmade(layout, truth), "step": step, **extra}
-        save_and_change(lambda s, p=folder / str(step): tte.async_save(s, p, stager=stager), state)
-
-
-@pytest.mark.sampled(0.5)
-@pytest.mark.parametrize("limit", [0, 100, 400, 2000])
-def test_a_state_larger_than_the_host_memory_is_saved_in_portions(run_world, tmp_path: Path, limit: int) -> None:
-    truth = handmade_truth()
-    run_world(2, save_in_portions, HANDMADE_BY_NAME["strided_1d"], tmp_path, limit)
-    for step in range(2):
-        state = {"model": {name: torch.empty_like(whole) for name, whole in truth.items()}, "step": -1}
-        state |= {"scalar": torch.tensor(-1), "view": torch.zeros(20), "list": [torch.zeros(3), ""]}
-        poison(state["model"])
-        tte.load(state, tmp_path / str(step), no_dist=True)
-        assert differences(state["model"], truth) == [] and state["step"] == step
-        assert state["scalar"] == step and torch.equal(state["view"], torch.arange(40.0)[::2])
-        assert torch.equal(state["list"][0], torch.ones(3)) and state["list"][1] == "text"
-
-
-def test_a_storage_with_an_order_of_its_own_writes_no_portions(tmp_path: Path) -> None:
-    stager = CpuStager(host_memory_bytes=10)
-    with pytest.raises(tte.errors.WrongValueError, match="only a FileWriter writes a state in portions"):
-        tte.async_save({"w": torch.ones(9)}, storage_writer=dcp.FileSystemWriter(tmp_path), stager=stager)
-
-
-def save_steps_in_a_child(rank: int, world_size: int, layout: HandMade, folder: Path) -> list[Any]:
-    """Three saves, of which one is refused; then the child of rank 1 is killed, and two saves more."""
-    truth = handmade_truth()
-    stager = CpuStager(process=True)
-    children, seen = [], []
-    for step in range(5):
-        values = {"rank": rank, "w": torch.ones(9)} if step == 1 else {}
-        state = {"model": build_handmade(layout, truth), "step": step, "odd": [torch.ones(2, requires_grad=True)]}
-        future = tte.async_save({**state, **values}, folder / str(step), stager=stager, timeout_seconds=60)
-        if step == 3:
-            kill_child_of_rank_one(stager, rank)
-        poison(state)
-        seen.append(future.exception(timeout=120))
-        children.append(stager.child()._process.pid)
-    stager.close()
-    assert children[0] == children[1] == children[2]
-    assert children[4] != children[2]
-    return [None if error is None else (type(error).__name__, str(error)) for error in seen]
-
-
-def kill_child_of_rank_one(stager: CpuStager, rank: int) -> None:
-    if rank == 1:
-        os.kill(stager.child()._process.pid or 0, signal.SIGKILL)
-
-
-@pytest.mark.sampled(0.5, "child processes")
-def test_in_a_child_process_of_ours(run_world, tmp_path: Path) -> None:
-    truth = handmade_truth()
-    seen = run_world(2, save_steps_in_a_child, HANDMADE_BY_NAME["strided_1d"], tmp_path)
-    assert seen[0] == seen[1]
-    first, refused, third, killed, last = seen[0]
-    assert first is third is last is None
-    assert refused[0] == "ReplicaMismatchError"
-    assert killed[0] == "CheckpointFailedError"
-    assert "rank 1" in killed[1] and "the process that saves for this rank died (exit code -9)" in killed[1]
-    for step in (0, 2, 4):
-        state = {"model": {name: torch.empty_like(whole) for name, whole in truth.items()}, "step": -1}
-        state["odd"] = [torch.zeros(2)]
-        poison(state["model"])
-        tte.load(state, tmp_path / str(step), no_dist=True)
-        assert differences(state["model"], truth) == [] and state["step"] == step and state["odd"][0].sum() == 2
-    assert not (tmp_path / "1").exists() and not list((tmp_path / "3").glob(".metadata"))
-
-
 class NoCopy:
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         raise RuntimeError("no copy")
@@ -200,26 +123,6 @@ def test_what_is_kept_after_a_save_holds_no_copies(run_world, tmp_path: Path) ->
     run_world(2, save_beside_what_is_kept, tmp_path)
 
 
-def save_after_changes_of_the_world(rank: int, world_size: int, folder: Path) -> None:
-    stager, state = CpuStager(process=True), {"w": torch.ones(9)}
-    alone = [dist.new_group([one]) for one in range(world_size)][rank]
-    tte.async_save(state, folder / "0", stager=stager, timeout_seconds=60).result()
-    with pytest.raises(tte.errors.WrongValueError, match="needs a process group of all ranks"):
-        tte.async_save(state, folder / "alone", stager=stager, process_group=alone)
-    if rank == 1:
-        os.kill(stager.child()._process.pid or 0, signal.SIGKILL)
-        stager.child()._process.join()
-    tte.async_save(state, folder / "1", stager=stager, timeout_seconds=60).result()
-    stager.close()
-
-
-@pytest.mark.sampled(0.5, "child processes")
-def test_a_child_that_died_between_saves_is_replaced_and_a_part_of_the_ranks_has_none(
-    run_world, tmp_path: Path
-) -> None:
-    run_world(2, save_after_changes_of_the_world, tmp_path)
-
-
 class PlannerWithoutState(DefaultSavePlanner):
     """Drops its state dict itself when all is planned and resolved."""
 
@@ -231,29 +134,6 @@ class PlannerWithoutState(DefaultSavePlanner):
 
 def test_a_planner_may_drop_its_state_dict(tmp_path: Path) -> None:
     assert tte.async_save({"w": torch.ones(9)}, tmp_path, planner=PlannerWithoutState()).result().num_bytes > 0
-
-
-def test_a_caller_interrupted_while_it_waits_for_the_rest_commits_nothing(tmp_path: Path) -> None:
-    changed = threading.Event()
-
-    class InterruptingWriter(FileWriter):
-        def write_data(self, plan: Any, planner: Any) -> Any:
-            time.sleep(0.3)
-            os.kill(os.getpid(), signal.SIGINT)
-            changed.wait(60)
-            return super().write_data(plan, planner)
-
-    weight = torch.ones(1000)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    with pytest.raises(KeyboardInterrupt):
-        writer = InterruptingWriter(tmp_path / "step")
-        tte.async_save({"w": weight}, storage_writer=writer, stager=CpuStager(host_memory_bytes=100))
-    weight.zero_()
-    changed.set()
-    for thread in threading.enumerate():
-        if thread.name.startswith("torchtitan_ext.async_save"):
-            thread.join(60)
-    assert not (tmp_path / "step").exists()
 
 
 def save_without_a_thread(rank: int, world_size: int, path: Path) -> str:
@@ -286,21 +166,6 @@ def test_a_caller_interrupted_when_the_thread_has_the_state_saves_all_of_it(tmp_
             thread.join(60)
     tte.load(state := {"w": torch.zeros(3), "n": 0}, tmp_path / "step")
     assert state["n"] == 5 and state["w"].tolist() == [1, 1, 1]
-
-
-def save_trained_in_a_child(rank: int, world_size: int, layout: Layout, path: Path) -> None:
-    stager = CpuStager(process=True)
-    save_and_change(lambda state: tte.async_save(state, path, stager=stager), trained(build_model(layout, UNEVEN)))
-    stager.close()
-
-
-@pytest.mark.sampled(0.5, "child processes")
-def test_a_trained_model_in_a_child_process(run_world, tmp_path: Path) -> None:
-    run_world(4, save_trained_in_a_child, BY_NAME["fsdp2_tp2"], tmp_path)
-    state = whole_state()
-    poison(state)
-    dcp.load(state, checkpoint_id=tmp_path, planner=tte.LoadPlanner(), no_dist=True)
-    assert differences(state, training_truth(UNEVEN)) == []
 
 
 def async_save_in_process(rank: int, world_size: int, layout: HandMade, folder: Path) -> None:
@@ -405,8 +270,8 @@ def lose_errors(rank: int, world_size: int, folder: Path) -> list[str]:
     tte.save({"w": torch.ones(9)}, folder / "step-1")
     for number, operation in enumerate(following):
         for how in ("nobody", "rank 1", "waits", "warns"):
-            options: dict[str, Any] = {"on_error": "warn"} if how == "warns" else {}
-            future = tte.async_save({"value": rank}, folder / "bad", **options)
+            on_error = "warn" if how == "warns" else "raise"
+            future = save_of_run({"value": rank}, folder / "bad", is_async=True, on_error=on_error)
             if how == "rank 1" and rank == 1:
                 assert type(future.exception(60)).__name__ == "ReplicaMismatchError"
             if how == "waits":

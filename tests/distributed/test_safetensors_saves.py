@@ -187,10 +187,10 @@ def save_tied(rank: int, world_size: int, path: Path, how: str) -> None:
     if how == "save":
         tte.weights.save(model.state_dict(), path)
     else:
-        tte.weights.async_save(model.state_dict(), path, process=how == "child").result()
+        tte.weights.async_save(model.state_dict(), path).result()
 
 
-@pytest.mark.parametrize(("world_size", "how"), [(1, "save"), (3, "save"), (2, "thread"), (1, "child")])
+@pytest.mark.parametrize(("world_size", "how"), [(1, "save"), (3, "save"), (2, "thread")])
 def test_tied_weights_are_written_once(
     run_world: Callable[..., Any], tmp_path: Path, world_size: int, how: str
 ) -> None:
@@ -538,30 +538,6 @@ def test_a_rank_that_is_killed_is_named(run_world: Callable[..., Any], tmp_path:
     with pytest.raises(RuntimeError, match="the worker process died"):
         run_world(3, lose_a_rank, tmp_path / "hf")
     assert all("rank(s) 1 did not answer" in (tmp_path / f"error{rank}").read_text() for rank in (0, 2))
-
-
-def save_in_portions(rank: int, world_size: int, path: Path) -> None:
-    mesh = init_device_mesh("cpu", (world_size,))
-    whole = torch.arange(5000.0).view(50, 100)
-    locals_of = [whole.tensor_split(world_size)[rank].clone() for _ in range(6)]
-    names = [f"w{number}" for number in range(6)]
-    state = {
-        name: DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
-        for name, local in zip(names, locals_of, strict=True)
-    }
-    stager = tte.checkpoint.CpuStager(host_memory_bytes=30_000)
-    saving = tte.weights.async_save(state, path, max_file_bytes=20_000, stager=stager)
-    for local in locals_of:
-        local.zero_()
-    saving.result()
-    stager.close()
-
-
-def test_states_that_are_staged_in_portions(run_world: Callable[..., Any], tmp_path: Path) -> None:
-    run_world(2, save_in_portions, tmp_path)
-    assert_same(
-        read_by_the_library(tmp_path), {f"w{number}": torch.arange(5000.0).view(50, 100) for number in range(6)}
-    )
 
 
 def save_of_device(rank: int, world_size: int, device: str, path: Path, one_writer: bool) -> None:

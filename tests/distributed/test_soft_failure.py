@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import torchtitan_ext as tte
-from torchtitan_ext.checkpoint import CpuStager
 from torchtitan_ext.errors import (
     AbsentRunError,
     CheckpointFailedError,
@@ -55,16 +54,14 @@ class Full:
         resource.setrlimit(resource.RLIMIT_FSIZE, self._before)
 
 
-def save(kind: str, stager: CpuStager | None, *arguments: Any, **options: Any) -> Any:
-    if kind == "save":
-        return save_of_run(*arguments, **options)
-    return save_of_run(*arguments, is_async=True, stager=stager, **options).result(timeout=120)
+def save(kind: str, *arguments: Any, **options: Any) -> Any:
+    saved = save_of_run(*arguments, is_async=kind == "async", **options)
+    return saved.result(timeout=120) if kind == "async" else saved
 
 
 def train(rank: int, world_size: int, folder: Path, kind: str, full_ranks: tuple[int, ...]) -> list[Any]:
     """Seven saves, of which those from the second to the fifth meet a full disk."""
     run = folder / "run"
-    stager = CpuStager(host_memory_bytes=100_000 if kind == "portions" else None)
     seen: list[Any] = []
     for step in range(1, 8):
         with warnings.catch_warnings(record=True) as caught:
@@ -72,7 +69,7 @@ def train(rank: int, world_size: int, folder: Path, kind: str, full_ranks: tuple
             try:
                 with Full(full_ranks if 2 <= step <= 5 else ()):
                     state = state_of(step)
-                    result = save(kind, stager, state, run / f"step-{step}", on_error="warn", retries=1)
+                    result = save(kind, state, run / f"step-{step}", on_error="warn", retries=1)
                 seen.append((result.path, result.error, bool(result.save_id)))
             except CheckpointFailedError as error:
                 seen.append(str(error))
@@ -98,7 +95,7 @@ def loaded_steps(run: Path) -> list[int]:
 
 @pytest.mark.parametrize(
     ("world_size", "kind", "full_ranks"),
-    [(1, "save", (0,)), (2, "save", (1,)), (2, "async", (0, 1)), (2, "portions", (1,)), (4, "save", (0, 2))],
+    [(1, "save", (0,)), (2, "save", (1,)), (2, "async", (0, 1)), (4, "save", (0, 2))],
 )
 def test_a_full_disk(run_world, tmp_path: Path, world_size: int, kind: str, full_ranks: tuple[int, ...]) -> None:
     seen = run_world(world_size, train, tmp_path, kind, full_ranks)
@@ -117,28 +114,26 @@ def test_a_full_disk(run_world, tmp_path: Path, world_size: int, kind: str, full
 
 def save_with_fallback(rank: int, world_size: int, folder: Path, kind: str) -> list[Any]:
     run, other = folder / "run", folder / "other"
-    stager = CpuStager(process=kind == "child")
     seen: list[Any] = []
     if rank == 0:
         (folder / "file").write_text("no directory")
     dist.barrier()
     for step, path in ((1, run), (2, folder / "file"), (3, run)):
         options = {"on_error": "raise", "fallback": other, "keep": 2}
-        result = save(kind, stager, state_of(step), path / f"step-{step}", **options)
+        result = save(kind, state_of(step), path / f"step-{step}", **options)
         seen.append(result.path)
     with pytest.raises(CheckpointFailedError, match="rank 1: TimeoutError: the planner of a user"):
         options = {"planner": UsersPlanner("finish_plan" if rank == 1 else ""), "on_error": "warn", "fallback": other}
-        save(kind, stager, state_of(9), run / "step-9", **options)
+        save(kind, state_of(9), run / "step-9", **options)
     with pytest.raises(CheckpointFailedError) as caught:
-        save(kind, stager, state_of(4), folder / "file" / "step-4", fallback=folder / "file" / "more")
+        save(kind, state_of(4), folder / "file" / "step-4", fallback=folder / "file" / "more")
     seen.append(str(caught.value))
     with pytest.raises(ReplicaMismatchError):  # the state is at fault: no other place is tried
-        save(kind, stager, {"x": rank}, run / "step-5", on_error="warn", fallback=other, retries=3)
-    stager.close()
+        save(kind, {"x": rank}, run / "step-5", on_error="warn", fallback=other, retries=3)
     return seen
 
 
-@pytest.mark.parametrize("kind", ["save", "async", "child"])
+@pytest.mark.parametrize("kind", ["save", "async"])
 def test_another_directory_takes_what_the_first_refuses(run_world, tmp_path: Path, kind: str) -> None:
     seen = run_world(2, save_with_fallback, tmp_path, kind)
     assert seen[0] == seen[1]
@@ -230,23 +225,21 @@ class NoState:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
-@pytest.mark.parametrize("kind", ["save", "async", "portions"])
+@pytest.mark.parametrize("kind", ["save", "async"])
 def test_errors_of_the_caller_are_not_warned_of(tmp_path: Path, kind: str) -> None:
-    stager = CpuStager(host_memory_bytes=100 if kind == "portions" else None)
     state, options = {"w": torch.ones(99), "v": torch.ones(9)}, {"on_error": "warn", "fallback": tmp_path / "other"}
     for method in ("create_local_plan", "finish_plan", "resolve_data"):
         for error in (TimeoutError, FileNotFoundError):
             with pytest.raises(CheckpointFailedError, match=f"{error.__name__}: the planner of a user"):
-                save(kind, stager, state, tmp_path / "step-1", planner=UsersPlanner(method, error), **options)
+                save(kind, state, tmp_path / "step-1", planner=UsersPlanner(method, error), **options)
     with pytest.raises(CheckpointFailedError, match="ConnectionError: the server of the data"):
-        save(kind, stager, {"data": NoState()}, tmp_path / "step-1", **options)
+        save(kind, {"data": NoState()}, tmp_path / "step-1", **options)
     (tmp_path / "file").write_text("no directory")
     with pytest.raises(CheckpointFailedError, match="got a file, expected a directory: .*file"):
-        save(kind, stager, state, tmp_path / "file", **options)
+        save(kind, state, tmp_path / "file", **options)
     assert os.listdir(tmp_path) == ["file"]
-    if kind != "portions":
-        with pytest.warns(UserWarning, match="nothing was saved .*TimeoutError: the server of the storage"):
-            save(kind, stager, state, storage_writer=SlowStorage(tmp_path / "step-1"), on_error="warn")
+    with pytest.warns(UserWarning, match="nothing was saved .*TimeoutError: the server of the storage"):
+        save(kind, state, storage_writer=SlowStorage(tmp_path / "step-1"), on_error="warn")
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -29,7 +29,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import torchtitan_ext as tte
-from torchtitan_ext.checkpoint.staging import child_process
 from torchtitan_ext.errors import (
     CheckpointFailedError,
     NoCheckpointError,
@@ -246,20 +245,6 @@ def test_a_run_that_grows_and_shrinks(run_world: Any, environment: dict[str, str
     with pytest.warns(UserWarning, match="step 4 is loaded, 1 newer skipped"):
         assert tte.CheckpointManager(url).resume(state := {"weight": torch.zeros(3), "step": 0}) == 4
     assert state["weight"].tolist() == [10.0] * 3
-
-
-def save_in_a_child(rank: int, world_size: int, url: str) -> None:
-    usual = child_process.START_METHOD
-    child_process.START_METHOD = "spawn"  # the server that forks for other tests does not know this store
-    stager = tte.checkpoint.CpuStager(process=True)
-    tte.async_save({"w": torch.arange(5.0), "step": 4}, url, stager=stager).result()
-    stager.close()
-    child_process.START_METHOD = usual
-
-
-def test_a_save_of_a_child_process(run_world: Any, environment: dict[str, str], url: str) -> None:
-    run_world(2, in_store, environment, save_in_a_child, url)
-    assert torch.equal(loaded({"w": torch.empty(5)}, url)["w"], torch.arange(5.0))
 
 
 @pytest.fixture

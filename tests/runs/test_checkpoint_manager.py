@@ -58,7 +58,7 @@ def damage(step: Path) -> None:
     flip_byte(file, file.stat().st_size // 2)
 
 
-@pytest.mark.parametrize("options", [{}, {"asynchronous": False}, {"stager": tte.checkpoint.CpuStager(process=True)}])
+@pytest.mark.parametrize("options", [{}, {"asynchronous": False}, {"stager": tte.checkpoint.CpuStager(num_buffers=2)}])
 def test_a_run_stops_and_goes_on(tmp_path: Path, options: dict[str, Any]) -> None:
     run = tmp_path / "run"
     with Manager(run, every=2, keep=2, **options) as manager:

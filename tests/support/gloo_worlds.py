@@ -39,8 +39,6 @@ from extent import SOAK
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from torchtitan_ext.checkpoint.staging import child_process
-
 MAX_WORLD_SIZE = 8
 
 # A collective that waits longer than this fails on its own. Long: on a busy machine with a slow disk a worker that has
@@ -242,12 +240,11 @@ def serve(connection: Connection, parent_pid: int, set_up: Callable[[], None] | 
 
 
 def fork_children_from_my_server() -> None:
-    """Children that save in the background come from the server of this process, which has imported torch.
+    """Children that use the fork server come from that of this process, which has imported torch.
 
     multiprocessing means a process to share the server that it came from, and starts another one all the same.
     """
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
-    child_process.START_METHOD = "forkserver"
 
 
 def is_alive(pid: int) -> bool:

@@ -245,7 +245,6 @@ def async_save(
     fingerprints: bool = False,
     reuse: str | os.PathLike[str] | None = None,
     stager: AsyncStager | None = None,
-    process: bool = False,
 ) -> Future[SaveResult]:
     """Copies the state dict to the CPU (``staging``), then saves it in a thread. Collective over ``process_group``.
 
@@ -255,11 +254,9 @@ def async_save(
 
     Args:
         state_dict: And all that is not named here: as in ``save``.
-        stager: A ``CpuStager`` that keeps its host memory between saves, or stages no more than some bytes; or a stager
-            of DCP. By default a save takes the memory of the last one that has ended, which is kept for five minutes
-            where the host has three times as much left, or new memory: it waits for no other save.
-        process: Plan and write in a child process of each rank, which ends with the save; a kept
-            ``CpuStager(process=True)`` keeps it for the next one.
+        stager: A ``CpuStager`` that keeps its host memory between saves; or a stager of DCP. By default a save takes
+            the memory of the last one that has ended, which is kept for five minutes where the host has three times as
+            much left, or new memory: it waits for no other save.
 
     Returns:
         A future of what ``save`` returns; it raises what ``save`` raises. The caller may change the state dict at once.
@@ -267,8 +264,8 @@ def async_save(
         or with ``on_error="warn"`` the coordinator warns; at the exit of the process the coordinator prints it.
 
     Raises:
-        CheckpointFailedError: A component, the copy, or connecting the ranks failed on a rank; names the ranks and
-            their errors.
+        CheckpointFailedError: A component, the copy, for which a host may lack memory, or connecting the ranks failed
+            on a rank; names the ranks and their errors. Nothing was written.
         LostRankError: A rank did not come to the copy in time; the same on every rank, and names it.
         TypeError: An argument is of another type.
         ValueError: As in ``save``; or there is no gloo and the group cannot send from CPU memory.
@@ -283,4 +280,4 @@ def async_save(
         fingerprints=fingerprints,
         reuse=reuse,
     )
-    return save_later(state_dict, job, call, stager, process=process)
+    return save_later(state_dict, job, call, stager)

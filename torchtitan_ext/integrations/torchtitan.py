@@ -139,7 +139,7 @@ class ElasticCheckpointManager(CheckpointManager):
         self._is_refused = self._is_last = False
         """Whether storage refused the last save that has ended; whether the last save of the run is made."""
         if self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
-            self.stager = CpuStager(process=True)  # torchtitan, too, keeps pinned memory and writes in a process
+            self.stager = CpuStager()  # torchtitan, too, keeps pinned memory
         self._run = runs.CheckpointManager(
             self.folder,
             keep=None if is_plain_url(self.folder) else self.keep_latest_k or None,

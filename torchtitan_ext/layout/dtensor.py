@@ -163,18 +163,8 @@ def held_tensor(tensor: DTensor) -> torch.Tensor:
 
 def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
     """A DTensor like this one with another local tensor. Not collective."""
-    return dtensor_of(local, tensor._spec, tensor.requires_grad)
-
-
-def made_of(tensor: DTensor) -> tuple[torch.Tensor, Any, bool]:
-    """The arguments of ``dtensor_of``."""
-    return tensor._local_tensor, tensor._spec, tensor.requires_grad
-
-
-def dtensor_of(local: torch.Tensor, spec: Any, requires_grad: bool) -> DTensor:
-    """A DTensor by its local tensor and its spec. Not collective."""
     # Its __init__ adds nothing but the frames of a compiler, which take longer than all else.
-    made: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
+    made: DTensor = DTensor.__new__(DTensor, local, tensor._spec, requires_grad=tensor.requires_grad)
     return made
 
 

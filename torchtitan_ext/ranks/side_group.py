@@ -31,7 +31,7 @@ class SideGroup:
 
 @dataclass(frozen=True)
 class GroupOffer:
-    """The name of the side group, or group of child processes, that a rank has, if any, and a name for a new one."""
+    """The name of the side group that a rank has, if any, and a name for a new one."""
 
     known: str | None
     new: str

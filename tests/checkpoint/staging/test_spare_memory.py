@@ -46,7 +46,7 @@ def spare_bytes() -> list[int]:
         found = SPARE._all()
         for one in found:
             SPARE.give(one)
-    return [one.memory.numel() for one in found]
+    return [one.numel() for one in found]
 
 
 def is_soon_empty() -> bool:
@@ -117,12 +117,12 @@ def test_it_is_not_kept_where_the_host_has_little_left(
 
 
 def test_what_outlives_its_save_is_not_spare(made: list[Any]) -> None:
-    buffers = host_buffers.HostBuffers(1, is_pinned=False, is_shared=False, spare=SPARE)
+    buffers = host_buffers.HostBuffers(1, is_pinned=False, spare=SPARE)
     taken = buffers.take(100)
     buffers.close()
     del taken
     assert spare_bytes() == []
-    buffers = host_buffers.HostBuffers(1, is_pinned=False, is_shared=False, spare=SPARE)
+    buffers = host_buffers.HostBuffers(1, is_pinned=False, spare=SPARE)
     taken = buffers.take(100)
     del taken
     buffers.close()

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torchtitan_ext as tte
+from torchtitan_ext.checkpoint.staging import host_buffers
 from torchtitan_ext.checkpoint.staging.stager import CpuStager
-from torchtitan_ext.errors import WrongValueError
+from torchtitan_ext.errors import CheckpointFailedError, WrongValueError
 from torchtitan_ext.layout.dtensor import local_tensor
 
 Pair = namedtuple("Pair", "weight step")
@@ -198,16 +199,24 @@ def test_a_closed_stager_keeps_nothing_and_can_be_used_again() -> None:
     assert copied["w"].tolist() == [1] * 4 and again["w"].tolist() == [0] * 4
 
 
-def test_a_state_beyond_the_limit_is_refused() -> None:
-    with pytest.raises(WrongValueError, match="only tte.async_save writes a larger state"):
-        CpuStager(host_memory_bytes=1000).stage({"w": torch.ones(1000)})
-    assert CpuStager(host_memory_bytes=5000).stage({"w": torch.ones(1000)})["w"].sum() == 1000
+def save_without_room(rank: int, world_size: int, path: Path) -> str:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if rank == 1:
+            monkeypatch.setattr(host_buffers, "_available_bytes", lambda: 1000)
+        with pytest.raises(CheckpointFailedError) as refused:
+            tte.async_save({"w": torch.ones(1000)}, path, stager=CpuStager())
+    tte.async_save({"w": torch.ones(1000)}, path.with_name("later")).result()
+    return str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [{"host_memory_bytes": -1}, {"pin_memory": "yes"}, {"num_buffers": 0}, {"process": True, "host_memory_bytes": 9}],
-)
+def test_a_host_without_memory_for_the_copy_is_told_on_every_rank(run_world: Any, tmp_path: Path) -> None:
+    first, second = run_world(2, save_without_room, tmp_path / "step")
+    assert first == second and "rank 1: MemoryError: a copy of this rank's state takes 40" in first
+    assert "and 1000 are left; run fewer ranks per host, or save without a copy: tte.save" in first
+    assert [path.name for path in tmp_path.iterdir()] == ["later"]
+
+
+@pytest.mark.parametrize("arguments", [{"pin_memory": "yes"}, {"num_buffers": 0}])
 def test_arguments_that_make_no_sense(arguments: dict[str, Any]) -> None:
     with pytest.raises(WrongValueError, match=next(reversed(arguments))):
         CpuStager(**arguments)

@@ -16,7 +16,7 @@ from states import blank, differences, load, mixed_state, save, save_of_run
 
 import torchtitan_ext as tte
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint import CpuStager, SaveResult
+from torchtitan_ext.checkpoint import SaveResult
 from torchtitan_ext.errors import CheckpointFailedError, WrongValueError
 from torchtitan_ext.storage import FileReader, FileWriter
 from torchtitan_ext.storage.checkpoint_files import sharing_save
@@ -397,21 +397,10 @@ def test_where_nothing_can_be_linked_the_argument_is_refused(
 def test_asynchronous_saves_share_too(tmp_path: Path) -> None:
     base = random_weights(6)
     for step in (1, 2, 3):
-        process = step == 3
         path = tmp_path / f"step-{step}"
-        result = tte.async_save(lora_state(step, base), path, reuse="latest", process=process).result()
+        result = tte.async_save(lora_state(step, base), path, reuse="latest").result()
         assert (result.reused_bytes > 0) == (step > 1) and result.not_reused == ""
         check_step(path, lora_state(step, base))
-
-
-def test_a_state_in_portions_is_written_whole(tmp_path: Path) -> None:
-    base = random_weights(6)
-    stager = CpuStager(host_memory_bytes=200_000)
-    for step in (1, 2):
-        state = lora_state(step, base)
-        result = tte.async_save(state, tmp_path / f"step-{step}", reuse="latest", stager=stager).result()
-    assert "in portions" in result.not_reused and result.reused_bytes == 0
-    check_step(tmp_path / "step-2", lora_state(2, base))
 
 
 def test_names_of_steps_may_have_another_pattern(tmp_path: Path) -> None:

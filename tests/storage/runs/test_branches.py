@@ -19,7 +19,7 @@ from states import blank, differences, save, save_of_run, step_of_run
 
 import torchtitan_ext as tte
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint import CpuStager, SaveResult
+from torchtitan_ext.checkpoint import SaveResult
 from torchtitan_ext.errors import NoCheckpointError, StateRefusedError, WrongValueError
 from torchtitan_ext.storage import FileReader, FileWriter
 from torchtitan_ext.storage.commit import branch
@@ -76,7 +76,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("way", ["ours", "in a thread", "in a child", "dcp.save", "by stock before"])
+@pytest.mark.parametrize("way", ["ours", "in a thread", "dcp.save", "by stock before"])
 def test_newer_steps_are_set_aside_once_and_the_branch_goes_on(tmp_path: Path, way: str) -> None:
     run = tmp_path / "run"
     for step in (10, 20, 30):
@@ -85,7 +85,6 @@ def test_newer_steps_are_set_aside_once_and_the_branch_goes_on(tmp_path: Path, w
         else:
             save_step(run, step)
     assert loaded(run, 10) == 10
-    stager = CpuStager(process=way == "in a child")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in (11, 12, 13, 14):
@@ -93,14 +92,12 @@ def test_newer_steps_are_set_aside_once_and_the_branch_goes_on(tmp_path: Path, w
             if way == "dcp.save":
                 writer = FileWriter(run / f"step-{step}")
                 dcp.save(state, storage_writer=writer, planner=tte.SavePlanner(), no_dist=True)
-            elif way.startswith("in a"):
-                save_of_run(state, run / f"step-{step}", keep=3, is_async=True, stager=stager).result()
+            elif way == "in a thread":
+                save_of_run(state, run / f"step-{step}", keep=3, is_async=True).result()
             else:
                 save_step(run, step, 0.5, keep=3)
-    stager.close()
     said = [str(one.message) for one in caught if "goes on" in str(one.message)]
-    if way != "in a child":  # it prints its warnings
-        assert len(said) == 1 and "with step 11, below its step(s) 20, 30" in said[0], said
+    assert len(said) == 1 and "with step 11, below its step(s) 20, 30" in said[0], said
     assert steps(run) == ([10, 11, 12, 13, 14] if way == "dcp.save" else [12, 13, 14])
     assert aside(run) == ["step-20", "step-30"] and latest_everywhere(run) == {14}
     (old,) = run.glob("abandoned/11-*")

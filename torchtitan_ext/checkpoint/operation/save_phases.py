@@ -12,7 +12,6 @@ from typing import Any, cast
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from torchtitan_ext.checkpoint.operation.arguments import PlaceOfRank, place_of
@@ -20,7 +19,6 @@ from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.checkpoint.operation.save_job import SaveJob
 from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.planners.subclasses import check_final_items, set_up_save
-from torchtitan_ext.checkpoint.staging.portions import Portions
 from torchtitan_ext.checkpoint.tables.component import CountsSamples, SampleAccount, disagreeing_counts, is_stateful
 from torchtitan_ext.dcp_private import storage_setup
 from torchtitan_ext.errors import CheckpointFailedError, differing, only_printed, refusal, warn
@@ -178,13 +176,8 @@ def _places_of(job: SaveJob) -> list[PlaceOfRank]:
     return [place_of(job.place if is_ours else None), *([] if fallback is None else [place_of(fallback)])]
 
 
-def save_values(
-    values: dict[Any, Any], writer: StorageWriter, job: SaveJob, phases: Phases, portions: Portions | None = None
-) -> SaveResult:
-    """Plans, writes and commits; then removes old steps of the run, where ``keep`` says so. Collective.
-
-    With portions the values are the caller's, who waits until the rest of them is written.
-    """
+def save_values(values: dict[Any, Any], writer: StorageWriter, job: SaveJob, phases: Phases) -> SaveResult:
+    """Plans, writes and commits; then removes old steps of the run, where ``keep`` says so. Collective."""
     planner = job.planner
     metadata: Metadata | None = None
 
@@ -208,9 +201,7 @@ def save_values(
             final_plan = planner.finish_plan(plan)
             if isinstance(planner, SavePlanner) and final_plan is not planner.plan:
                 check_final_items(planner, planner.plan.items, final_plan.items)
-            if portions is not None:
-                portions.stage(final_plan, planner)
-            written = result_of(writer.write_data(final_plan, cast(StockSavePlanner, portions or planner)))
+            written = result_of(writer.write_data(final_plan, planner))
             _check_all_written(final_plan, written, phases.rank)
             return written
         except BaseException:

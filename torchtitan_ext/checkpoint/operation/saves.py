@@ -18,7 +18,6 @@ from torchtitan_ext.checkpoint.operation.save_phases import SaveResult, ask_for_
 from torchtitan_ext.checkpoint.operation.soft_failure import save_with_retries
 from torchtitan_ext.checkpoint.operation.unasked import raise_unasked
 from torchtitan_ext.checkpoint.staging.stager import CpuStager
-from torchtitan_ext.errors import WrongValueError
 
 
 @dataclass(frozen=True)
@@ -64,21 +63,15 @@ def save_now(state_dict: dict[str, Any], job: SaveJob, call: Call) -> SaveResult
         return save_with_retries(lambda attempt: save_values(values, writer_at(attempt), attempt, phases), job, phases)
 
 
-def save_later(
-    state_dict: dict[str, Any], job: SaveJob, call: Call, stager: AsyncStager | None, *, process: bool = False
-) -> Future[SaveResult]:
+def save_later(state_dict: dict[str, Any], job: SaveJob, call: Call, stager: AsyncStager | None) -> Future[SaveResult]:
     """Copies a state dict, and saves it in a thread. Collective. Raises what ``tte.async_save`` raises."""
     with call.checking():
         check_can_send_from_cpu(call.name, call.process_group)
-        if process and stager is not None:
-            raise WrongValueError(
-                f"{call.name}: got process=True and a stager, expected one of them: CpuStager(process=True)"
-            )
     job = call.checked(job, state_dict)
     phases = call.phases(job)
     if stager is not None:
         return save_in_background(state_dict, job, phases, stager)
-    made = CpuStager(process=True) if process else CpuStager.of_one_save()
+    made = CpuStager.of_one_save()
     try:
         saved = save_in_background(state_dict, job, phases, made)
     except BaseException:

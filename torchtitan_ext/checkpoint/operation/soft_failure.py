@@ -24,13 +24,8 @@ _WARNING = "the failure of a save was warned of; nothing was saved"
 _TRYING = "storage had refused a save, and it was tried again"
 
 
-def save_with_retries(
-    save: Callable[[SaveJob], SaveResult], job: SaveJob, phases: Phases, *, can_go_on: Callable[[], bool] = lambda: True
-) -> SaveResult:
+def save_with_retries(save: Callable[[SaveJob], SaveResult], job: SaveJob, phases: Phases) -> SaveResult:
     """Calls ``save`` until it succeeds, with the job of each attempt. Collective.
-
-    Args:
-        can_go_on: Whether this rank still has the state for another attempt, for which all ranks need theirs.
 
     Raises:
         CheckpointFailedError: What the last attempt raised, unless it is only warned of.
@@ -43,8 +38,7 @@ def save_with_retries(
     last: CheckpointFailedError | None = None
     for path in places:
         if last is not None:
-            if not all(phases.on_all("retry", can_go_on, doing=_TRYING)):
-                break
+            phases.on_all("retry", lambda: None, doing=_TRYING)
             phases.num_retries += 1
         try:
             saved = save(job if path is job.path else dataclasses.replace(job, path=path))

@@ -5,28 +5,17 @@ from __future__ import annotations
 import gc
 import logging
 import mmap
-import os
 import threading
 import weakref
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import BinaryIO
 
 import torch
 
 logger = logging.getLogger(__name__)
 
 _WARNING_SECONDS = 60.0
-
-
-@dataclass(frozen=True)
-class HostBuffer:
-    """A piece of host memory: 1-d, uint8; with the file that it is, where another process is to map it."""
-
-    memory: torch.Tensor
-    file: BinaryIO | None = None
 
 
 class SpareMemory:
@@ -40,25 +29,25 @@ class SpareMemory:
 
     def __init__(self) -> None:
         # Its ``put`` may be called while another call is under way, as a tensor that dies does: ``give`` takes no lock.
-        self._spare: SimpleQueue[HostBuffer] = SimpleQueue()
+        self._spare: SimpleQueue[torch.Tensor] = SimpleQueue()
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
 
-    def take(self, num_bytes: int) -> HostBuffer | None:
+    def take(self, num_bytes: int) -> torch.Tensor | None:
         """What is spare, if it has so many bytes; else all of it goes, before new memory is made."""
         with self._lock:
-            found = [one for one in self._all() if one.memory.numel() >= num_bytes]
+            found = [one for one in self._all() if one.numel() >= num_bytes]
             return found[0] if found else None
 
-    def give(self, buffer: HostBuffer) -> None:
+    def give(self, memory: torch.Tensor) -> None:
         """Takes memory that no tensor uses any more; ``keep_for_now`` must follow."""
-        self._spare.put(buffer)
+        self._spare.put(memory)
 
     def keep_for_now(self) -> None:
         """Keeps the largest piece, from now on for ``KEPT_SECONDS``."""
         with self._lock:
-            kept = max(self._all(), key=lambda one: one.memory.numel(), default=None)
-            if kept is not None and 4 * kept.memory.numel() <= _available_bytes() + kept.memory.numel():
+            kept = max(self._all(), key=torch.Tensor.numel, default=None)
+            if kept is not None and 4 * kept.numel() <= _available_bytes() + kept.numel():
                 self._spare.put(kept)
             if self._timer is not None:
                 self._timer.cancel()
@@ -71,8 +60,8 @@ class SpareMemory:
         with self._lock:
             self._all()
 
-    def _all(self) -> list[HostBuffer]:
-        found: list[HostBuffer] = []
+    def _all(self) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
         with suppress(Empty):
             while True:
                 found.append(self._spare.get_nowait())
@@ -89,14 +78,12 @@ class HostBuffers:
     Args:
         num_buffers: How many can be in use at once.
         is_pinned: Whether they are pinned for the accelerator.
-        is_shared: Whether another process can map them.
         spare: Where memory comes from and goes to, for buffers of one save; pinned alike.
     """
 
-    def __init__(self, num_buffers: int, *, is_pinned: bool, is_shared: bool, spare: SpareMemory | None = None) -> None:
+    def __init__(self, num_buffers: int, *, is_pinned: bool, spare: SpareMemory | None = None) -> None:
         self._num_buffers = num_buffers
         self._is_pinned = is_pinned
-        self._is_shared = is_shared
         self._spare = spare
         self._is_closed = False
         self.clear()
@@ -111,35 +98,39 @@ class HostBuffers:
     def clear(self) -> None:
         """Gives the memory back, each piece as soon as no tensor in it lives."""
         # Its ``put`` may be called while another call is under way, as a tensor that dies does.
-        self._free: SimpleQueue[HostBuffer] = SimpleQueue()
+        self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
         for _ in range(self._num_buffers):
-            self._free.put(HostBuffer(torch.empty(0, dtype=torch.uint8, device="cpu")))
+            self._free.put(torch.empty(0, dtype=torch.uint8, device="cpu"))
 
-    def take(self, num_bytes: int) -> HostBuffer:
-        """A buffer whose memory has exactly so many bytes. Waits until one is free."""
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Memory of exactly so many bytes, 1-d, uint8. Waits until a buffer is free.
+
+        Raises:
+            MemoryError: The host has less left.
+        """
         free = self._free
         kept = self._wait_for_one(free)
         try:
             # Memory made in inference mode could not be written outside of it. And a view that knows its base keeps
             # that alive, and its pinning.
             with torch.inference_mode(False):
-                if kept.memory.numel() < num_bytes:
-                    kept = HostBuffer(kept.memory[:0].clone())  # its memory goes first: both would be too much
+                if kept.numel() < num_bytes:
+                    kept = kept[:0].clone()  # its memory goes first: both would be too much
                     spare = None if self._spare is None else self._spare.take(num_bytes)
                     kept = self._made(num_bytes) if spare is None else spare
-                taken = HostBuffer(kept.memory[:num_bytes], kept.file)
+                taken = kept[:num_bytes]
         except BaseException:
             free.put(kept)
             raise
         give_back = free.put if self._spare is None else self._give_spare
-        weakref.finalize(taken.memory, give_back, kept).atexit = False
+        weakref.finalize(taken, give_back, kept).atexit = False
         return taken
 
-    def _give_spare(self, buffer: HostBuffer) -> None:
+    def _give_spare(self, memory: torch.Tensor) -> None:
         if self._spare is not None and not self._is_closed:
-            self._spare.give(buffer)
+            self._spare.give(memory)
 
-    def _wait_for_one(self, free: SimpleQueue[HostBuffer]) -> HostBuffer:
+    def _wait_for_one(self, free: SimpleQueue[torch.Tensor]) -> torch.Tensor:
         try:
             return free.get_nowait()
         except Empty:
@@ -153,18 +144,19 @@ class HostBuffers:
                     "that it saved, such as a planner or an exception that is kept"
                 )
 
-    def _made(self, num_bytes: int) -> HostBuffer:
-        if self._is_shared:
-            file = os.fdopen(os.memfd_create("torchtitan_ext staging", os.MFD_CLOEXEC), "r+b", buffering=0)
-            os.ftruncate(file.fileno(), num_bytes)
-            buffer = HostBuffer(mapped_memory(file.fileno(), num_bytes), file)
-        elif self._is_pinned and not torch.cuda.is_available():
-            buffer = HostBuffer(torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True))
-        else:
-            buffer = HostBuffer(_memory_of_large_pages(num_bytes))
-        if self._is_pinned and torch.cuda.is_available():
-            _pin_for_cuda(buffer.memory)
-        return buffer
+    def _made(self, num_bytes: int) -> torch.Tensor:
+        available = _available_bytes()
+        if num_bytes > available:
+            raise MemoryError(
+                f"a copy of this rank's state takes {num_bytes} bytes of host memory, and {available} are left; run "
+                "fewer ranks per host, or save without a copy: tte.save"
+            )
+        if self._is_pinned and not torch.cuda.is_available():
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        memory = _memory_of_large_pages(num_bytes)
+        if self._is_pinned:
+            _pin_for_cuda(memory)
+        return memory
 
 
 def _available_bytes() -> int:
@@ -174,13 +166,10 @@ def _available_bytes() -> int:
     with suppress(OSError, ValueError):  # no cgroup of version 2, or "max"
         group = Path("/sys/fs/cgroup")
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        available = min(available, limit - used)
+        kept = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        files = int(kept["active_file"]) + int(kept["inactive_file"])  # which the kernel gives back
+        available = min(available, limit - used + files)
     return available
-
-
-def mapped_memory(file: int, num_bytes: int) -> torch.Tensor:
-    """The memory of an open file as a 1-d uint8 tensor."""
-    return torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)
 
 
 def _memory_of_large_pages(num_bytes: int) -> torch.Tensor:

@@ -70,13 +70,6 @@ _NOT_COMPARED = Unchanged()
 
 
 @runtime_checkable
-class WritesInPortions(Protocol):
-    """A planner that is asked for the items of a plan in portions, each when the one before is written."""
-
-    def portions(self, items: list[WriteItem]) -> Iterable[list[WriteItem]]: ...
-
-
-@runtime_checkable
 class HasLocalSources(CountsRequests, Protocol):
     """A planner that need not be asked for items of its list whose boxes lie in tensors that it gives beforehand."""
 
@@ -379,9 +372,6 @@ class FileWriter(StorageWriter):
             items = values_first(items)
         if earlier is None:
             return WrittenFiles([write_file(names[0], items, planner, _NOT_COMPARED)])
-        if isinstance(planner, WritesInPortions):
-            reason = "a state that is staged in portions is written before it is known what has changed"
-            return WrittenFiles([write_file(names[0], items, planner, _NOT_COMPARED)], not_reused=reason)
         unchanged = share_unchanged(items, planner, earlier)
         kept = _chosen(items, lambda item: item.index in unchanged.kept)
         changed = _chosen(items, lambda item: item.index not in unchanged.kept | unchanged.reused)
@@ -424,26 +414,22 @@ class FileWriter(StorageWriter):
                 lambda: bucket_bytes_of(tensor_bytes(items)),
                 takes_sums=self.fingerprints,
             )
-            portions: Iterable[Sequence[WriteItem]] = [items]
-            if isinstance(planner, WritesInPortions):
-                portions = planner.portions(list(items))
-            for portion in portions:
-                done, add_straight = 0, batch.straight(portion, planner)
-                while done < len(portion):
-                    first = done
-                    done = add_straight(first)
-                    if done == first:
-                        item = portion[done]
-                        value = unchanged.values.pop(item.index, None)
-                        value = planner.resolve_data(item) if value is None else value
-                        if isinstance(value, io.BytesIO):
-                            batch.add_value(item, value)
-                        else:
-                            batch.add_tensor(item, value.detach())
-                        done += 1
-                    if batch.held_bytes >= BATCH_BYTES:
-                        batch.write()
-                batch.write()
+            done, add_straight = 0, batch.straight(items, planner)
+            while done < len(items):
+                first = done
+                done = add_straight(first)
+                if done == first:
+                    item = items[done]
+                    value = unchanged.values.pop(item.index, None)
+                    value = planner.resolve_data(item) if value is None else value
+                    if isinstance(value, io.BytesIO):
+                        batch.add_value(item, value)
+                    else:
+                        batch.add_tensor(item, value.detach())
+                    done += 1
+                if batch.held_bytes >= BATCH_BYTES:
+                    batch.write()
+            batch.write()
 
 
 def values_first(items: Sequence[WriteItem]) -> list[WriteItem]:

@@ -28,7 +28,6 @@ from torchtitan_ext.storage.commit.leftovers import is_checkpoint_name
 from torchtitan_ext.storage.element_types import ITEM_BYTES
 from torchtitan_ext.storage.formats.safetensors_files import INDEX_NAME, INDEX_SUFFIX, NewSafetensors, read_header
 from torchtitan_ext.storage.location import Location, is_in_object_store
-from torchtitan_ext.storage.native.file_writer import WritesInPortions
 from torchtitan_ext.storage.objects.commit import ObjectCommit
 from torchtitan_ext.storage.objects.folder import ObjectFolder
 from torchtitan_ext.storage.objects.parts import ObjectParts
@@ -102,11 +101,6 @@ class ObjectWeightsWriter(SafetensorsWriter):
         return is_in_object_store(checkpoint_id)
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> int:
-        if isinstance(planner, WritesInPortions):
-            raise WrongValueError(
-                "weights.async_save: a state that is staged in portions comes in another order than that of a store's "
-                "files; give the CpuStager more host_memory_bytes"
-            )
         try:
             return super()._write(plan, planner)
         except BaseException:

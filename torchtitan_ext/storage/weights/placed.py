@@ -48,7 +48,7 @@ class FilePart(NamedTuple):
 
 
 class WeightsMap(Protocol):
-    """How the tensors that ranks hold become those of the files. Travels to a child process."""
+    """How the tensors that ranks hold become those of the files."""
 
     def forms(self, metadata: Metadata) -> tuple[TensorForms, bytes]:
         """The tensors of the files, and what the other ranks have to know of all ranks. The coordinator calls it.

@@ -29,7 +29,7 @@ from torchtitan_ext.storage.formats.sparse_files import sync_files
 from torchtitan_ext.storage.formats.weights_directory import refuse_irreplaceable, replace_weights
 from torchtitan_ext.storage.futures import finished
 from torchtitan_ext.storage.location import Place, is_local
-from torchtitan_ext.storage.native.file_writer import WritesInPortions, ask_nobody
+from torchtitan_ext.storage.native.file_writer import ask_nobody
 from torchtitan_ext.storage.native.shared_files import CountsRequests
 from torchtitan_ext.storage.progress import progress
 from torchtitan_ext.storage.weights.boxes import PlacedBoxes
@@ -278,11 +278,10 @@ class SafetensorsWriter(StorageWriter):
                 one_writer=one_writer,
             ) as boxes,
         ):
-            for portion in planner.portions(plan.items) if isinstance(planner, WritesInPortions) else [plan.items]:
-                # In the order of the files, so that neighbours are written by one call.
-                items = sorted(portion, key=lambda item: _order(entries.get(item.index.fqn)))
-                self._add(_parts_of(items, places, planner), entries, boxes)
-                boxes.write()
+            # In the order of the files, so that neighbours are written by one call.
+            items = sorted(plan.items, key=lambda item: _order(entries.get(item.index.fqn)))
+            self._add(_parts_of(items, places, planner), entries, boxes)
+            boxes.write()
             return boxes.num_bytes
 
     def _add(self, parts: Iterable[tuple[FilePart, torch.Tensor]], entries: Entries, boxes: PlacedBoxes) -> None:
