@@ -262,10 +262,6 @@ def test_objects_without_a_rule_are_told_what_to_do() -> None:
         reshard_state(Box(), {}, World(1), World(2))
 
 
-    assert {problem.fqn for problem in error.problems} == {"ema.new", "box", "model.new"}
-    policy = ElasticPolicy({"ema.new": "reset", "box": "reset", "model.new": "reset"})
-    report = tte.load(state, sources=[ema, Source(path)], policy=policy)
-def test_one_checkpoint_as_two_sources(run_world, tmp_path: Path) -> None:
 def parts(rank: int, world_size: int, path: Path) -> str:
     """As pipeline stages have them: components that only one rank has, objects among them."""
     own = {f"stage{rank}": {"w": torch.full((2,), rank + 1.0)}, f"box{rank}": ElasticBox({"x": (rank,)})}

@@ -24,6 +24,3 @@ def test_a_report_is_a_table_with_what_is_missing_below() -> None:
         "  dataloader  reset    starts anew",
         "  missing: " + ", ".join(f"model.{index}" for index in range(10)) + " and 2 more",
     ]
-    assert join_reports([("base", one)]) is one
-    joined = join_reports([("base", base), ("adapter", adapter)])
-    assert join_reports([("1", parts[0]), ("2", parts[1])]).problems == tuple(problems)

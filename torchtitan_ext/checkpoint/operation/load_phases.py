@@ -315,4 +315,3 @@ def _taken(component: Any, value: Any) -> Any:
     else:
         return value
     return component
-    return join_reports(known) if known and policy is not None else None

@@ -295,7 +295,6 @@ def _component_lines(
     return tuple(lines)
 
 
-def join_reports(reports: Sequence[tuple[str, LoadReport]]) -> LoadReport:
 def warn_of_leftovers(report: LoadReport, policy: ElasticPolicy) -> None:
     """Logs missing, unexpected and unused names, as ``strict`` says."""
     if policy.strict == "warn" and (report.missing or (report.unexpected and policy.unexpected == "warn")):
