@@ -30,7 +30,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import torchtitan_ext as tte
 from torchtitan_ext.layout.layout import local_shard
 from torchtitan_ext.offline.placement_rules import PlacementRules
-from torchtitan_ext.storage.native.shared_files import WrittenFiles
 
 
 def write_checkpoint(path: Path, num_ranks: int) -> None:
@@ -44,7 +43,7 @@ def write_checkpoint(path: Path, num_ranks: int) -> None:
     writer = tte.FileWriter(path, sync=False)
     writer.set_up_storage_writer(True, rank=0)
     writer.prepare_global_plan([])
-    writer.finish(metadata=metadata, results=[WrittenFiles([file]) for file in files])
+    writer.finish(metadata=metadata, results=files)
 
 
 def state_of(num_ranks: int) -> dict[str, Any]:

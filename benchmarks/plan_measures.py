@@ -29,7 +29,6 @@ from torchtitan_ext.checkpoint.tables.key_table import ObjectEntry, TensorEntry
 from torchtitan_ext.layout.layout import shard_of
 from torchtitan_ext.storage.metadata.metadata_file import encode_metadata
 from torchtitan_ext.storage.native.file_writer import FileWriter
-from torchtitan_ext.storage.native.shared_files import WrittenFiles
 
 _SHORT_SECONDS = 0.005
 RULES = "None, Source()"  # what LoadPlanner() sends
@@ -229,7 +228,7 @@ def measure_finish(case: Case, metadata: Metadata, clock: Clock) -> dict[str, An
     written = [written_by(case, rank) for rank in range(case.num_ranks)]
     rows: dict[str, Any] = {}
     with TemporaryDirectory() as directory:
-        ours = [WrittenFiles([rank_file(Path(directory), rank, records)]) for rank, records in enumerate(written)]
+        ours = [rank_file(Path(directory), rank, records) for rank, records in enumerate(written)]
         stock = [
             [
                 WriteResult(MetadataIndex(*record), 1, _StorageInfo(f"__{rank}_0.distcp", at, 1))
@@ -241,7 +240,7 @@ def measure_finish(case: Case, metadata: Metadata, clock: Clock) -> dict[str, An
             metadata,
             ours,
             FileWriter(directory, sync=False),
-            lambda finished, results: encode_metadata(finished, [file for one in results for file in one.written]),
+            encode_metadata,
             clock,
         )
         writer = FileSystemWriter(directory, sync_files=False)

@@ -87,10 +87,6 @@ SAVES: dict[str, tuple[Act, Act]] = {
         lambda run: tte.save(state(), storage_writer=FileSystemWriter),
         lambda run: tte.save(state(), storage_writer=FileSystemWriter(run / "b")),
     ),
-    "give it to the writer: FileWriter(path, reuse=...)": (
-        lambda run: tte.save(state(), storage_writer=tte.FileWriter(run / "b"), reuse=run / "a"),
-        lambda run: tte.save(state(), storage_writer=tte.FileWriter(run / "b", reuse=run / "a")),
-    ),
     "give it to the writer: FileWriter(path, branch='error')": (
         lambda run: tte.save(state(), storage_writer=tte.FileWriter(run / "b"), branch="error"),
         lambda run: tte.save(state(), storage_writer=tte.FileWriter(run / "b", branch="error")),
@@ -98,10 +94,6 @@ SAVES: dict[str, tuple[Act, Act]] = {
     "give it to the writer: FileWriter(path, fingerprints=True)": (
         lambda run: tte.save(state(), storage_writer=tte.FileWriter(run / "b"), fingerprints=True),
         lambda run: tte.save(state(), storage_writer=tte.FileWriter(run / "b", fingerprints=True)),
-    ),
-    "and no reuse='latest': nothing asks for the steps of the run": (
-        lambda run: tte.save(state(), run / "b", step_pattern="b{step}"),
-        lambda run: os.rename(tte.save(state(), run / "b1", step_pattern="b{step}", reuse="latest").path, run / "b"),
     ),
     "expected a directory <run>/step-<number>": (
         lambda run: tte.save(state(), run / "b", keep=1),

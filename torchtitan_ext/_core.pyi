@@ -458,8 +458,6 @@ class SavedRecord:
     def data_offset(self) -> int: ...
     @property
     def sum(self) -> int | None: ...
-    def __init__(self, key: _Key, dtype: str, sizes: Sequence[int], sum: int | None) -> None:
-        """A record that lies nowhere yet."""
 
 class Index:
     """The index of one save.
@@ -730,16 +728,6 @@ def parse_index_head(bytes: bytes, where: str) -> Index:
     """The save of an index from its first bytes: id, ``.metadata``, notes; no files, and its digest is not compared."""
 
 def parse_records(file: RankFile) -> list[SavedRecord]: ...
-def find_unchanged(earlier: Index, wanted: Sequence[SavedRecord]) -> list[tuple[str, SavedRecord] | None]:
-    """For each wanted record the one of the same key, box, dtype and sum, and the name of its file. ``None`` where the
-    bytes differ, or where either side has no sum."""
-
-def share_file(file: RankFile, save_id: bytes, name: str, records: Sequence[SavedRecord]) -> RankFile:
-    """A file of an earlier checkpoint in a later one, with those of its records that the later one uses."""
-
-def join_shared(files: Sequence[RankFile]) -> list[RankFile]:
-    """Of each shared file one, with the records that all ranks use of it; the others stay as they are, in front."""
-
 def find_footer(path: str, name: str, descriptor: int) -> RankFile | None:
     """The file as an index would name it, without its records, and with the save id of its footer; ``None`` where the
     file does not end with a footer."""
@@ -973,8 +961,6 @@ class Writes:
     def part_of(self) -> list[int]: ...
     def local_boxes(self) -> dict[tuple[str, _Sizes], _HeldBox]:
         """Where each written box lies in the rank's local tensor, and its sizes, by key and offsets."""
-    def select(self, positions: list[int]) -> Writes:
-        """Some of the items."""
     def queue(
         self, records: RecordWriter, first: int, max_bytes: int, tensors: dict[str, Any], takes_sums: bool
     ) -> int:

@@ -28,7 +28,6 @@
 #include "storage/record_writer.h"
 #include "storage/run_reader.h"
 #include "storage/run_writer.h"
-#include "storage/shared_files.h"
 #include "storage/tensor_record.h"
 
 namespace py = pybind11;
@@ -62,11 +61,6 @@ SavedRecord to_record(const Key& key, std::string dtype, Sizes sizes) {
   record.sizes = std::move(sizes);
   TTE_CHECK(record.offsets.size() == record.sizes.size(), record.fqn, "has ", record.offsets.size(), " offsets and ",
             record.sizes.size(), " sizes");
-  return record;
-}
-
-SavedRecord with_sum(SavedRecord record, std::optional<uint64_t> sum) {
-  record.sum = sum;
   return record;
 }
 
@@ -226,10 +220,6 @@ void define_index(py::module_& module) {
                              state[6].cast<py::bytes>(), state[7].cast<std::optional<py::bytes>>());
           }));
   py::class_<SavedRecord>(module, "SavedRecord")
-      .def(py::init([](const Key& key, std::string dtype, Sizes sizes, std::optional<uint64_t> sum) {
-             return with_sum(to_record(key, std::move(dtype), std::move(sizes)), sum);
-           }),
-           py::arg("key"), py::arg("dtype"), py::arg("sizes"), py::arg("sum"))
       .def_property_readonly("fqn", [](const SavedRecord& self) { return to_str(self.fqn); })
       .def_property_readonly("offsets",
                              [](const SavedRecord& self) {
@@ -264,22 +254,6 @@ py::bytes encode_index_py(std::string_view save_id, int64_t metadata_bytes, uint
                           std::vector<SavedFile> files, std::string tables, bool has_sums) {
   return encode_index({to_save_id(save_id), metadata_bytes, metadata_digest, std::move(notes), std::move(files),
                        std::move(tables), has_sums});
-}
-
-// The wanted records that an earlier checkpoint has, each with the name of its file.
-std::vector<std::optional<std::pair<std::string, SavedRecord>>> find_unchanged_py(
-    const ReadIndex& earlier, const std::vector<SavedRecord>& wanted) {
-  std::vector<std::optional<std::pair<std::string, SavedRecord>>> named(wanted.size());
-  const std::vector<std::optional<EarlierRecord>> found = find_unchanged(earlier.index, wanted);
-  for (size_t number = 0; number < found.size(); ++number) {
-    if (found[number]) named[number].emplace(earlier.index.files[found[number]->file].name, found[number]->record);
-  }
-  return named;
-}
-
-SavedFile share_file_py(const SavedFile& file, std::string_view save_id, std::string name,
-                        std::vector<SavedRecord> records) {
-  return share_file(file, to_save_id(save_id), std::move(name), std::move(records));
 }
 
 // Opens a file that ends with a footer and takes the checksums from there.
@@ -619,9 +593,6 @@ void define_storage(py::module_& module) {
       [](std::string_view bytes, const std::string& where) { return ReadIndex(parse_index_head(bytes, where)); },
       py::arg("bytes"), py::arg("where"));
   module.def("parse_records", &records_of, py::arg("file"));
-  module.def("find_unchanged", &find_unchanged_py, py::arg("earlier"), py::arg("wanted"), Unlocked());
-  module.def("share_file", &share_file_py, py::arg("file"), py::arg("save_id"), py::arg("name"), py::arg("records"));
-  module.def("join_shared", &join_shared, py::arg("files"));
   module.def("find_footer", &find_footer_py, py::arg("path"), py::arg("name"), py::arg("descriptor"));
   module.def("exchange_paths", &exchange_paths, Unlocked());
   module.def("is_on_fuse", &is_on_fuse, Unlocked());

@@ -53,14 +53,6 @@ class Writes {
                      [&place](const Row& left, const Row& right) { return place(left) < place(right); });
   }
 
-  // Some of the rows.
-  Writes select(const std::vector<size_t>& positions) const {
-    Writes selected;
-    selected.parts_ = parts_;
-    for (const size_t position : positions) selected.rows_.push_back(rows_.at(position));
-    return selected;
-  }
-
   const std::vector<WritePart>& parts() const { return parts_; }
   size_t num_items() const { return rows_.size(); }
   py::list fqns() const {
@@ -250,7 +242,6 @@ void define_writes(py::module_& module) {
       .def_property_readonly("part_of", &Writes::part_of)
       .def_property_readonly("num_items", &Writes::num_items)
       .def_property_readonly("num_bytes", &Writes::num_bytes)
-      .def("select", &Writes::select, py::arg("positions"))
       .def("local_boxes", &Writes::local_boxes)
       .def("queue", &Writes::queue, py::arg("records"), py::arg("first"), py::arg("max_bytes"), py::arg("tensors"),
            py::arg("takes_sums"));

@@ -13,7 +13,6 @@
 #include "storage/footer.h"
 #include "storage/index.h"
 #include "storage/sections.h"
-#include "storage/shared_files.h"
 #include "storage/tensor_pickle.h"
 #include "storage/tensor_record.h"
 
@@ -132,61 +131,6 @@ TEST(Index, FilesOfOtherSavesHaveIdsOfTheirOwn) {
   EXPECT_EQ(encode_index(read), bytes);
   index.files[1].save_id.reset();
   EXPECT_EQ(encode_index(index), plain);
-}
-
-SavedRecord record_of(const std::string& fqn, int64_t offset, uint64_t sum) {
-  SavedRecord record;
-  record.fqn = fqn;
-  record.is_tensor = true;
-  record.has_offsets = true;
-  record.dtype = "float32";
-  record.sizes = {5};
-  record.offsets = {0};
-  record.offset = offset;
-  record.num_bytes = 100;
-  record.data_offset = offset + 64;
-  record.sum = sum;
-  return record;
-}
-
-TEST(SharedFiles, RecordsAreFoundByKeyBoxDtypeAndSum) {
-  Index earlier;
-  const std::vector<SavedRecord> first{record_of("a", 0, 1), record_of("b", 100, 2)}, second{record_of("c", 0, 3)};
-  earlier.files = {{"x", 0, 300, 200, 5, encode_records(first), encode_sums(first)},
-                   {"y", 1, 200, 100, 6, encode_records(second), encode_sums(second)},
-                   {"z", 2, 200, 100, 6, encode_records({record_of("d", 0, 4)}), ""}};
-  std::vector<SavedRecord> wanted{record_of("c", -1, 3), record_of("a", -1, 2), record_of("b", -1, 2),
-                                  record_of("b", -1, 2), record_of("b", -1, 2), record_of("d", -1, 4)};
-  wanted[2].index_hint = 7;
-  wanted[3].dtype = "int32";
-  wanted[4].offsets = {5};
-  const std::vector<std::optional<EarlierRecord>> found = find_unchanged(earlier, wanted);
-  ASSERT_TRUE(found[0] && found[2]);
-  for (const size_t other : {1, 3, 4, 5}) EXPECT_FALSE(found[other]) << other;
-  EXPECT_EQ(found[0]->file, 1u);
-  EXPECT_EQ(found[2]->file, 0u);
-  EXPECT_EQ(found[2]->record.offset, 100);
-  EXPECT_EQ(found[2]->record.data_offset, 164);
-  EXPECT_EQ(found[2]->record.index_hint, 7);
-}
-
-TEST(SharedFiles, WhatSeveralRanksUseOfOneFileIsJoined) {
-  const SaveId id{4};
-  const SavedFile file{"x", 0, 300, 200, 5, "", ""}, own{"o", 1, 9, 0, 7, encode_records({}), ""};
-  const SavedFile first = share_file(file, id, "s", {record_of("b", 100, 2)});
-  const SavedFile second = share_file(file, id, "s", {record_of("a", 0, 1)});
-  const std::vector<SavedFile> joined = join_shared({first, own, second});
-  ASSERT_EQ(joined.size(), 2u);
-  EXPECT_EQ(joined[0].name, "o");
-  EXPECT_EQ(joined[1].save_id, id);
-  const std::vector<SavedRecord> records = records_of(joined[1]);
-  ASSERT_EQ(records.size(), 2u);
-  EXPECT_EQ(records[0].fqn, "a");
-  EXPECT_EQ(records[0].sum, 1u);
-  EXPECT_EQ(records[1].sum, 2u);
-  SavedFile other = second;
-  other.footer_digest = 6;
-  EXPECT_THROW(join_shared({first, other}), FormatError);
 }
 
 TEST(Index, RefusesWhatDoesNotFit) {

@@ -91,9 +91,7 @@ def unplanned_replicas(rank: int, world_size: int, path: Path) -> dict[str, Any]
         dcp.load(zeros, checkpoint_id=path / name)
         assert all(same_bits(local_of(zeros["model"][key]), local_of(value)) for key, value in weights["model"].items())
     found["divided"] = tte.dry_run(divided["fsdp"]).save
-    kept = tte.save(divided["tp"], path / "kept", planner=SeesItems())
-    again = tte.save(divided["tp"], path / "reused", reuse=path / "tp")
-    assert again.reused_bytes > 0.9 * kept.num_bytes, (again, kept)
+    tte.save(divided["tp"], path / "kept", planner=SeesItems())
     weight = dict(model.named_parameters())["embed.weight"]
     local_of(weight)[5, 7] += 1e-3 if rank == 3 else 0
     found["without mesh"] = tte.check_replicas(model, locate=True)

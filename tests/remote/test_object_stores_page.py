@@ -30,7 +30,7 @@ def environment(object_server: ObjectServer, proxy: FaultProxy, monkeypatch: pyt
 
 
 def test_its_lines_run(url: str, tmp_path: Path) -> None:
-    code, reuse, weights = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    code, weights = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     names: dict[str, Any] = {"tte": tte, "state": {"w": torch.arange(3000.0), "step": 1}, "bucket": url}
     exec(code, names)
     assert names["step"] == 1 and tte.latest(f"{url}/run") == f"{url}/run/step-2"
@@ -44,10 +44,6 @@ def test_its_lines_run(url: str, tmp_path: Path) -> None:
     )
     assert told.returncode == 0, told.stderr
     assert f"{url}/run/step-2" in told.stdout and "all checksums match" in told.stdout and "freed" in told.stdout
-    with pytest.warns(UserWarning, match="was saved without fingerprints"):
-        exec(reuse, names)
-    exec(reuse, names)
-    assert names["result"].reused_bytes > 0
     names["state"] = {"w": torch.arange(3000.0)}
     exec(weights, names)
 
@@ -77,16 +73,6 @@ def test_the_requests_of_each_call(url: str, proxy: FaultProxy) -> None:
     requests(proxy)
     assert tte.latest(run) == f"{run}/step-2"
     assert requests(proxy) == {"LIST": 1, "HEAD": 2}
-
-
-def test_the_requests_of_a_save_that_reuses(url: str, proxy: FaultProxy) -> None:
-    run = f"{url}/run"
-    state = {"w": torch.arange(300_000.0)}
-    tte.save(state, f"{run}/step-1", no_dist=True, reuse="latest")
-    requests(proxy)
-    assert tte.save(state, f"{run}/step-2", no_dist=True, reuse="latest").num_bytes == 0
-    # The data is not put, but copied by a PUT, of which the end is read.
-    assert requests(proxy) == {"LIST": 1 + 2, "HEAD": 2 + 1, "PUT": 4 + 1, "DELETE": 1, "GET": 1 + 1 + 1}
 
 
 def test_the_requests_of_weights(url: str, proxy: FaultProxy) -> None:

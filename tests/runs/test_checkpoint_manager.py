@@ -126,17 +126,13 @@ def test_steps_that_stay_for_good(tmp_path: Path) -> None:
     assert manager.steps() == [10, 20, 30, 35, 40]
 
 
-def test_steps_that_are_reused_and_proved(tmp_path: Path) -> None:
+def test_steps_that_are_proved(tmp_path: Path) -> None:
     frozen = torch.randn(4000, 50)
-    options = {"keep": 1, "reuse": True, "fingerprints": True, "prove": True, "step_pattern": "iter_{step:07d}"}
+    options = {"keep": 1, "fingerprints": True, "prove": True, "step_pattern": "iter_{step:07d}"}
     with Manager(tmp_path, frozen=frozen, **options) as manager:
-        sizes = []
         for step in (1, 2, 3):
             manager.save(state_of(step), step)
-            result = manager.wait()
-            assert result is not None
-            sizes.append(result.num_bytes)
-        assert sizes[0] > 800_000 > 100_000 > max(sizes[1:])
+        manager.wait()
         assert (tmp_path / "iter_0000003").is_dir() and manager.steps() == [3]
         copy = frozen.clone()
         frozen.zero_()
@@ -297,10 +293,6 @@ def test_where_storage_refuses_saves_go_elsewhere(tmp_path: Path, monkeypatch: p
         ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))])}, "whose parameters no one module"),
         ({"run": __file__}, "a file; expected a directory"),
         ({"run": "memory://run", "keep": 2}, "got keep=2 and 'memory://run/step-1', expected a directory"),
-        (
-            {"run": "memory://run", "reuse": True},
-            "got reuse='latest' and 'memory://run/step-1', expected a directory: other storage has no",
-        ),
         ({"retries": -1}, "got retries=-1, expected a whole number of at least 0"),
         ({"asynchronous": False, "stager": tte.checkpoint.CpuStager()}, "got a stager and asynchronous=False"),
     ],

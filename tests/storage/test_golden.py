@@ -1,18 +1,25 @@
 """Checkpoints of every format version that has been released: they load, to the bit, and stock loads them too."""
 
 import os
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
+from checkpoints import shared_file, shared_steps
 from golden.generate import golden_state, shared_golden_state, small_golden_state
-from states import blank, differences, load
+from states import blank, differences, load, save
 
 import torchtitan_ext as tte
 from torchtitan_ext import _core
+from torchtitan_ext.errors import CheckpointFailedError
 from torchtitan_ext.storage import FileReader, FileWriter
 from torchtitan_ext.storage.checkpoint_files import sharing_save
+from torchtitan_ext.storage.commit.leftovers import find_dead_files, is_checkpoint_name, save_id_of
+from torchtitan_ext.storage.inspect.verify import is_whole, verify
 
 GOLDEN = Path(__file__).parent / "golden"
 VERSIONS = ["version_1"]
@@ -42,6 +49,90 @@ def test_the_one_that_shares_a_file_loads(verify: Any) -> None:
     assert differences(loaded, shared_golden_state()) == []
     loaded = load(blank(shared_golden_state()), dcp.FileSystemReader(path), dcp.DefaultLoadPlanner())
     assert differences(loaded, shared_golden_state()) == []
+
+
+def check_shared(path: Path) -> None:
+    loaded = load(blank(shared_golden_state()), FileReader(path, "all"), tte.LoadPlanner())
+    assert differences(loaded, shared_golden_state()) == []
+    verdict = verify(path, is_deep=True)
+    assert not verdict.damages and not verdict.unproved and is_whole(path)
+    assert find_dead_files(path, None) == []
+
+
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_any_step_that_shares_a_file_may_go(tmp_path: Path, gone: int) -> None:
+    steps = shared_steps(tmp_path)
+    shutil.rmtree(steps.pop(gone))
+    for step in steps:
+        check_shared(step)
+
+
+@pytest.mark.filterwarnings("ignore:.*overwritten")
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_a_save_over_a_step_with_a_shared_file_leaves_none_of_it(tmp_path: Path, is_in_place: bool) -> None:
+    over, *others = shared_steps(tmp_path)
+    if is_in_place:
+        (over / "config.json").write_text("{}")
+    save({"w": torch.ones(3)}, FileWriter(over))
+    assert sum(name.endswith(".distcp") for name in os.listdir(over)) == 1
+    for step in others:
+        check_shared(step)
+
+
+def test_without_the_index_a_shared_file_is_verified_by_its_own_footer(tmp_path: Path) -> None:
+    path = shared_steps(tmp_path)[0]
+    (path / ".tte_index").unlink()
+    with pytest.warns(UserWarning, match="has no index"):
+        loaded = load(blank(shared_golden_state()), FileReader(path, "all"), tte.LoadPlanner())
+    assert differences(loaded, shared_golden_state()) == []
+    assert [damage.kind for damage in verify(path, is_deep=True).damages] == ["lost"]
+    shared = shared_file(path)
+    shared.unlink()
+    shutil.copy(next(path.glob("*.distcp")), shared)
+    with (
+        pytest.warns(UserWarning, match="has no index"),
+        pytest.raises(CheckpointFailedError, match=r"\.0\.distcp: byte"),
+    ):
+        tte.load(blank(shared_golden_state()), path, no_dist=True)
+
+
+def test_a_shared_file_of_another_save_is_found(tmp_path: Path) -> None:
+    path = shared_steps(tmp_path)[0]
+    shared = shared_file(path)
+    content = bytearray(shared.read_bytes())
+    index = _core.parse_index((path / ".tte_index").read_bytes(), "index")
+    at = content.index(index.files[shared.name].save_id, index.files[shared.name].footer_offset)
+    content[at] ^= 1
+    shared.write_bytes(content)
+    (damage,) = verify(path).damages
+    assert damage.file == shared.name
+    with pytest.raises(CheckpointFailedError, match=re.escape(shared.name)):
+        tte.load(blank(shared_golden_state()), path, no_dist=True)
+
+
+def test_flipped_bytes_of_a_shared_file_are_found_in_each_step(tmp_path: Path) -> None:
+    steps = shared_steps(tmp_path)
+    with shared_file(steps[2]).open("r+b") as stream:
+        stream.seek(9000)
+        stream.write(b"\xff\xee" * 8)
+    for step in steps:
+        (damage,) = verify(step, is_deep=True).damages
+        assert damage.kind == "checksum"
+
+
+def test_without_its_metadata_a_checkpoint_with_a_shared_file_is_no_leftover(tmp_path: Path) -> None:
+    """Its files have ids in their names, as those of a save in place that died have."""
+    for step in shared_steps(tmp_path):
+        (step / ".metadata").unlink()
+        assert find_dead_files(step, None) == []
+
+
+def test_names_say_who_wrote_a_file_and_whose_it_is() -> None:
+    first, second = "1" * 32, "2" * 32
+    copy = f"__4_{first}.0.{second}.distcp"
+    assert is_checkpoint_name(copy) and sharing_save(copy) == first and save_id_of(copy) == second
+    # Links of a checkpoint that was copied into a store are not taken for what another save left.
+    assert save_id_of(f"__4_{first}.0.distcp") is None
 
 
 @pytest.mark.parametrize("version", VERSIONS)

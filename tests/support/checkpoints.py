@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 import torchtitan_ext as tte
 from torchtitan_ext.offline.rewrite.reshard import reshard
 from torchtitan_ext.offline.sources import open_source
+from torchtitan_ext.storage.checkpoint_files import sharing_save
 
 DTYPES = [
     torch.float64,
@@ -35,6 +37,23 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> to
         return torch.rand(shape, generator=generator) > 0.5
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+
+
+def shared_steps(run: Path) -> list[Path]:
+    """Steps 1 to 3 of a run, of version 0.2: each is the same checkpoint, and they share one of its files."""
+    steps = [run / f"step-{step}" for step in (1, 2, 3)]
+    for step in steps:
+        shutil.copytree(Path(__file__).parents[1] / "storage/golden/version_1_shared", step)
+        shared = shared_file(step)
+        if step != steps[0]:
+            shared.unlink()
+            os.link(steps[0] / shared.name, shared)
+    return steps
+
+
+def shared_file(step: Path) -> Path:
+    (name,) = filter(sharing_save, os.listdir(step))
+    return step / name
 
 
 def tensors() -> dict[str, torch.Tensor]:

@@ -10,16 +10,12 @@ from file_faults import Case, FaultServer, Outcome, loaded_value
 
 @dataclass(frozen=True)
 class Scenario:
-    """A save into ``step-2``, or over ``step-1``; with a file of others in the target it commits in place.
-
-    It may share files with ``step-1``.
-    """
+    """A save into ``step-2``, or over ``step-1``; with a file of others in the target it commits in place."""
 
     name: str
     is_over: bool
     has_foreign: bool
     no_exchange: bool = False
-    reuses: bool = False
 
 
 SCENARIOS = [
@@ -28,8 +24,6 @@ SCENARIOS = [
     Scenario("over, staged", True, False),
     Scenario("over, in place", True, True),
     Scenario("over, no exchange", True, False, no_exchange=True),
-    Scenario("fresh, shared", False, False, reuses=True),
-    Scenario("over, shared", True, False, reuses=True),
 ]
 
 
@@ -51,9 +45,8 @@ class Field:
             (self.template / "step-2" / "config.json").write_text("{}")
 
     def case(self, root: Path, target: Path, **options: object) -> Case:
-        reuse = str(root / "step-1") if self.scenario.reuses else None
         no_exchange = self.scenario.no_exchange
-        return Case(str(root), str(target), world_size=self.world_size, no_exchange=no_exchange, reuse=reuse, **options)
+        return Case(str(root), str(target), world_size=self.world_size, no_exchange=no_exchange, **options)
 
     def save(self, **options: object) -> Outcome:
         if self.run.exists():
@@ -72,7 +65,6 @@ class Field:
         assert sorted(os.listdir(self.run)) == sorted({"step-1", self.target.name})
         names = os.listdir(self.target)
         is_in_place = self.scenario.has_foreign or self.scenario.no_exchange
-        num_shared = self.world_size if self.scenario.reuses else 0  # each rank wrote a part of what is shared
-        assert len(names) == 2 + self.world_size + self.scenario.has_foreign + num_shared, names
+        assert len(names) == 2 + self.world_size + self.scenario.has_foreign, names
         assert any(".tte_index." in name for name in names) == is_in_place, names
         return int(found)

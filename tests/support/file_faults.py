@@ -44,7 +44,6 @@ class Case:
         code: The errno with which it fails; 0: the process is killed there, and all others with it.
         is_late: Where that call is a rename: it takes effect, and fails all the same.
         after_seconds: All ranks are killed then, wherever they are.
-        reuse: The checkpoint with which the save shares what has not changed.
         max_file_bytes: Where it is not 0, the tensors are saved as safetensors, in files of so many bytes.
         one_writer: Whether each of these has one writer.
     """
@@ -63,7 +62,6 @@ class Case:
     num_rows: int = 40
     after_seconds: float = 0.0
     sync: bool = True
-    reuse: str | None = None
     max_file_bytes: int = 0
     one_writer: bool = False
 
@@ -221,7 +219,7 @@ def save_as_rank(rank: int, case: Case, faults: Any, scratch: str) -> None:
         state = state_of(case.value, case.world_size, case.num_rows)
         if case.world_size > 1:
             state = {key: value for key, value in state.items() if key in ("w", "frozen", "step", f"rank_{rank}")}
-        writer: StorageWriter = FileWriter(case.target, sync=case.sync, thread_count=case.num_threads, reuse=case.reuse)
+        writer: StorageWriter = FileWriter(case.target, sync=case.sync, thread_count=case.num_threads)
         if case.max_file_bytes:
             state.pop("step")
             writer = SafetensorsWriter(

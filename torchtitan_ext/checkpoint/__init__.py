@@ -50,10 +50,8 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     timeout_seconds: float = TIMEOUT_SECONDS,
-    step_pattern: str | None = None,
     branch: Branch = "set_aside",
     fingerprints: bool = False,
-    reuse: str | os.PathLike[str] | None = None,
 ) -> SaveResult:
     """Saves a state dict; any layout, exactly. Collective over ``process_group``.
 
@@ -65,17 +63,12 @@ def save(
         process_group: The ranks that take part; all by default.
         no_dist: Save from this process alone.
         timeout_seconds: How long a rank waits for the others in each phase.
-        step_pattern: With ``reuse="latest"``: how the run names its steps, as in ``load``.
         branch: What becomes of steps of the run above this one, which it has where it was set back: ``"set_aside"``
             moves them to ``<run>/abandoned`` after the commit, with a warning, and loads pass over them; ``"keep"``
             leaves them; ``"error"`` refuses the save. A save again of the step that was loaded or saved last leaves
             them too. A ``FileWriter`` of one's own has the same argument.
         fingerprints: Store a fingerprint of each saved chunk, taken while it is written, for ``load`` with
             ``prove=True``. A ``FileWriter`` of one's own has the same argument.
-        reuse: An earlier checkpoint, or ``"latest"``: the latest step of the run that ``path`` is a step of. What has
-            not changed since is not written again: the new checkpoint links the files that hold it, or an object store
-            copies them, and it stays whole whatever becomes of the earlier one. Takes fingerprints. A ``FileWriter`` of
-            one's own has the same argument.
 
     Returns:
         The place, the bytes and the seconds; reads the metadata on request.
@@ -93,10 +86,8 @@ def save(
         path,
         storage_writer,
         SavePlanner() if planner is None else planner,
-        step_pattern=step_pattern,
         branch=branch,
         fingerprints=fingerprints,
-        reuse=reuse,
     )
     return save_now(state_dict, job, call)
 
@@ -240,10 +231,8 @@ def async_save(
     storage_writer: StorageWriter | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
-    step_pattern: str | None = None,
     branch: Branch = "set_aside",
     fingerprints: bool = False,
-    reuse: str | os.PathLike[str] | None = None,
     stager: AsyncStager | None = None,
 ) -> Future[SaveResult]:
     """Copies the state dict to the CPU (``staging``), then saves it in a thread. Collective over ``process_group``.
@@ -275,9 +264,7 @@ def async_save(
         path,
         storage_writer,
         SavePlanner() if planner is None else planner,
-        step_pattern=step_pattern,
         branch=branch,
         fingerprints=fingerprints,
-        reuse=reuse,
     )
     return save_later(state_dict, job, call, stager)

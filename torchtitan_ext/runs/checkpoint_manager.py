@@ -71,8 +71,6 @@ class CheckpointManager:
             same name in a folder of the run, and is found there by ``resume`` and ``steps``.
         retries: How often a save that storage refused is tried again before that.
         max_failures: With ``on_error="warn"``, which failure in a row is raised all the same.
-        reuse: Whether what has not changed since the latest step is linked, or copied by an object store, not
-            written again.
         fingerprints: Whether saves store fingerprints of their chunks.
         prove: Whether ``resume`` compares what it has loaded with these fingerprints.
         policy: What ``resume`` does with each component, and about missing and unexpected keys.
@@ -119,7 +117,6 @@ class CheckpointManager:
         fallback: str | os.PathLike[str] | None = None,
         retries: int = 0,
         max_failures: int = 3,
-        reuse: bool = False,
         fingerprints: bool = False,
         prove: bool = False,
         policy: ElasticPolicy | None = None,
@@ -151,10 +148,9 @@ class CheckpointManager:
                 raise WrongValueError(f"CheckpointManager: got run={str(run)!r}, a file; expected a directory")
             self._job = SaveJob(
                 keep=None if keep is None else Keep(keep, keep_every),
-                step_pattern=None if keep is None and not reuse else step_pattern,
+                step_pattern=None if keep is None else step_pattern,
                 on_storage_error=OnStorageError(on_error, fallback, retries, max_failures),
                 fingerprints=fingerprints,
-                reuse="latest" if reuse else None,
             )
             replace(self._job, path=self._path_of(run, 1)).checked("CheckpointManager", {})
             self._components = as_components(objects)

@@ -25,13 +25,11 @@ DATA_SUFFIX = ".distcp"
 # The id of a save of ours; stock's ids contain dashes.
 _SAVE_ID = re.compile("[0-9a-f]{32}")
 
-# A file that several checkpoints may share, which has the same name in each of them. Stock DCP opens no file of such a
-# name, and a version of this package that does not know it leaves the file alone. The digit is 1 for a file of what had
-# not changed since the checkpoint before: a rank may write both kinds. An object store has no links: there each
-# checkpoint has a copy, and the name goes on with the id of the save that the copy belongs to.
+# A file that checkpoints of version 0.2 may share, by a link with the same name in each of them. The digit is 1 for a
+# file of what had not changed since the checkpoint before. In an object store each checkpoint has a copy, and the name
+# goes on with the id of the save that the copy belongs to.
 SHARED_NAME = r"__\d+_([0-9a-f]{32})\.[01](?:\.[0-9a-f]{32})?\.distcp"
 _SHARED = re.compile(SHARED_NAME)
-_LINKABLE = re.compile(r"(__\d+_[0-9a-f]{32})(?:\.([01])(?:\.[0-9a-f]{32})?)?\.distcp")
 
 # A message names so many keys of which bytes are damaged.
 _MAX_NAMED = 4
@@ -65,34 +63,13 @@ def is_save_id(save_id: object) -> TypeGuard[str]:
     return isinstance(save_id, str) and _SAVE_ID.fullmatch(save_id) is not None
 
 
-def shared_name(name: str, owner: str | None = None) -> str | None:
-    """The name of a file in the checkpoints that share it.
-
-    ``None`` if it can have no second name: stock DCP writes into files of its own names, and so into all links of them.
-
-    Args:
-        owner: In an object store, the id of the save that the file is copied for.
-    """
-    match = _LINKABLE.fullmatch(name)
-    return None if match is None else _with_owner(f"{match[1]}.{match[2] or 0}", owner)
-
-
 def data_name(prefix: str, save_id: str) -> str:
     """The name of a rank's file that no other save has."""
     return f"{prefix}{save_id}{DATA_SUFFIX}"
 
 
-def kept_name(prefix: str, save_id: str, owner: str | None = None) -> str:
-    """The name of a rank's file of what has not changed; ``owner`` as for ``shared_name``."""
-    return _with_owner(f"{prefix}{save_id}.1", owner)
-
-
-def _with_owner(stem: str, owner: str | None) -> str:
-    return f"{stem}{DATA_SUFFIX}" if owner is None else f"{stem}.{owner}{DATA_SUFFIX}"
-
-
 def sharing_save(name: str) -> str | None:
-    """The id of the save that wrote a file with a name of ``shared_name``; ``None`` for other names."""
+    """The id of the save that wrote a file with a name of ``SHARED_NAME``; ``None`` for other names."""
     match = _SHARED.fullmatch(name)
     return None if match is None else match[1]
 

@@ -270,23 +270,6 @@ def test_both_directories_of_a_run_with_a_fallback(
     assert steps(folder) == [12] and loaded(run, "latest", 0.5, fallback=fallback) == 12
 
 
-def test_files_of_an_abandoned_step_are_reused(run: Path) -> None:
-    for path in run.glob("step-*"):
-        shutil.rmtree(path)
-    big = torch.arange(100_000.0)
-    for step in (10, 30):
-        tte.save({"w": big, "step": step}, run / f"step-{step}", no_dist=True, reuse="latest")
-    loaded_state = {"w": torch.zeros_like(big), "step": 0}
-    tte.load(loaded_state, run, step=10, no_dist=True)
-    with pytest.warns(UserWarning, match="below its step\\(s\\) 30"):
-        saved = tte.save(loaded_state, run / "step-11", no_dist=True, reuse=run / "step-30")
-    assert saved.reused_bytes > 4 * big.numel()
-    call("gc", str(run), "--abandoned", "--yes")
-    assert aside(run) == []
-    tte.load(loaded_state, run, step=11, no_dist=True, prove=True)
-    assert torch.equal(loaded_state["w"], big)
-
-
 def test_abandoned_steps_are_listed_and_removed(stuck: Path) -> None:
     (stuck / "abandoned").unlink()
     with pytest.warns(UserWarning, match="goes on"):

@@ -88,7 +88,6 @@ class SaveJob:
     step_pattern: str | None = None
     on_storage_error: OnStorageError = OnStorageError()
     fingerprints: bool = False
-    reuse: str | os.PathLike[str] | None = None
     format: Literal["dcp", "safetensors"] = "dcp"
     max_file_bytes: int = MAX_FILE_BYTES
     transform: Transform | None = None
@@ -106,15 +105,11 @@ class SaveJob:
         self.on_storage_error.check(operation)
         check_choice(operation, "branch", self.branch, Branch)
         check_argument(operation, "fingerprints", self.fingerprints, bool, "True or False")
-        check_argument(operation, "reuse", self.reuse, (str, os.PathLike, NoneType), 'a checkpoint or "latest"')
         self._check_options_of_files(operation)
         if self.format == "safetensors":
             self._check_weights(operation)
         self._check_pattern(operation)
-        reuse = self.reuse
-        if reuse is not None and reuse != "latest" and is_local(reuse):
-            reuse = os.path.abspath(reuse)
-        return replace(self, reuse=reuse, runs=self.on_storage_error.runs_of(self.path))
+        return replace(self, runs=self.on_storage_error.runs_of(self.path))
 
     @property
     def place(self) -> Any:
@@ -123,28 +118,21 @@ class SaveJob:
 
     def _check_options_of_files(self, operation: str) -> None:
         """Raises ValueError of options that only our own files in a directory have."""
-        reuse = None if self.reuse is None else str(self.reuse)
-        for name, value in (("branch", self.branch), ("fingerprints", self.fingerprints), ("reuse", reuse)):
-            if self.storage_writer is not None and value not in ("set_aside", False, None):
-                given = "..." if name == "reuse" else repr(value)
+        for name, value in (("branch", self.branch), ("fingerprints", self.fingerprints)):
+            if self.storage_writer is not None and value not in ("set_aside", False):
                 raise WrongValueError(
                     f"{operation}: got {name}={value!r} and a storage_writer; give it to the writer: FileWriter(path, "
-                    f"{name}={given})"
+                    f"{name}={value!r})"
                 )
         removes = "steps at this URL are not removed; leave keep= out, and remove old ones by a rule of the storage"
         keep = f"keep={self.keep and self.keep.newest}"
         for is_asked, option, place, is_refused, why in (
             (self.branch == "error", "branch='error'", self.path, is_url, "newer steps at a URL are not looked for"),
-            (reuse is not None, f"reuse={reuse!r}", self.path, is_plain_url, "other storage has no links"),
             (self.fingerprints, "fingerprints=True", self.path, is_plain_url, "they stand in an index of our files"),
             (self.keep is not None, keep, self.path, is_plain_url, removes),
         ):
             if is_asked and place is not None and is_refused(place):
                 raise WrongValueError(f"{operation}: got {option} and {str(place)!r}, expected a directory: {why}")
-        if reuse not in (None, "latest") and self.path is not None and is_local(reuse) != is_local(self.path):
-            raise WrongValueError(
-                f"{operation}: got reuse={reuse!r} and {str(self.path)!r}, expected both on disks or both in a store"
-            )
 
     def _check_weights(self, operation: str) -> None:
         """Raises TypeError or ValueError unless safetensors can be written so, to this path."""

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
+from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.operation.arguments import PlaceOfRank, place_of
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.checkpoint.operation.save_job import SaveJob
@@ -27,7 +28,6 @@ from torchtitan_ext.storage import FileWriter
 from torchtitan_ext.storage.futures import result_of
 from torchtitan_ext.storage.location import is_in_object_store, is_plain_url, names_object_store, place_at
 from torchtitan_ext.storage.native.object_writer import ObjectWriter
-from torchtitan_ext.storage.native.shared_files import WrittenFiles
 from torchtitan_ext.storage.runs.retention import remove_old_steps
 from torchtitan_ext.storage.weights.object_weights import ObjectWeightsWriter
 from torchtitan_ext.storage.weights.one_writer import WriterRanks
@@ -54,9 +54,6 @@ class SaveResult:
             ``checkpoint_id``. The same on every rank.
         save_id: The name of this save. The same on every rank.
         num_bytes: Bytes that all ranks wrote, as far as the storage says.
-        reused_bytes: With ``reuse``: bytes of records that lie in files of the earlier checkpoint and were not written.
-        not_reused: With ``reuse``: why something that has not changed was written again; empty if nothing stood in the
-            way.
         seconds: Duration of each phase on this rank: ``prepare``, ``plan`` and ``write``, which ends with the commit.
         error: With ``on_error="warn"``, why nothing was saved; path and id are empty then.
     """
@@ -66,8 +63,6 @@ class SaveResult:
     num_bytes: int
     seconds: Mapping[str, float]
     error: str = ""
-    reused_bytes: int = 0
-    not_reused: str = ""
 
     @property
     def metadata(self) -> Metadata:
@@ -87,11 +82,9 @@ def writer_at(job: SaveJob) -> StorageWriter:
         kind = ObjectWeightsWriter if is_in_object_store(path) else SafetensorsWriter
         return kind(path, max_file_bytes=job.max_file_bytes, weights_map=weights_map)
     if writer is None and path is not None and is_in_object_store(path):
-        return ObjectWriter(path, fingerprints=job.fingerprints, reuse=job.reuse, step_pattern=job.step_pattern)
+        return ObjectWriter(path, fingerprints=job.fingerprints)
     if writer is None and path is not None and FileWriter.validate_checkpoint_id(path):
-        made = FileWriter(
-            path, fingerprints=job.fingerprints, reuse=job.reuse, step_pattern=job.step_pattern, branch=job.branch
-        )
+        made = FileWriter(path, fingerprints=job.fingerprints, step_pattern=job.step_pattern, branch=job.branch)
         own = os.path.realpath(made.target.parent)
         made.beside = tuple(run for run in job.runs if os.path.realpath(run) != own)
         return made
@@ -223,8 +216,6 @@ def save_values(values: dict[Any, Any], writer: StorageWriter, job: SaveJob, pha
             str(getattr(storage_meta, "save_id", "")),
             _num_bytes(results),
             {},
-            reused_bytes=sum(result.reused_bytes for result in results if isinstance(result, WrittenFiles)),
-            not_reused=writer.not_reused if isinstance(writer, _OURS) else "",
         )
 
     try:
@@ -266,6 +257,6 @@ def _check_all_written(plan: SavePlan, results: Any, rank: int) -> None:
 def _num_bytes(results: Sequence[Any]) -> int:
     """The bytes in the results of all ranks: of our files, numbers, or lists of ``WriteResult`` from storage of DCP."""
     lists = [result for result in results if isinstance(result, list)]
-    ours = sum(file.num_bytes for result in results if isinstance(result, WrittenFiles) for file in result.written)
+    ours = sum(result.num_bytes for result in results if isinstance(result, _core.RankFile))
     ours += sum(result for result in results if isinstance(result, int))
     return ours + sum(one.size_in_bytes for result in lists for one in result if isinstance(one, WriteResult))

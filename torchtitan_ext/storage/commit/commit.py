@@ -21,7 +21,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,6 @@ from torchtitan_ext.storage.checkpoint_files import (
     index_path,
     metadata_path,
     safetensors_paths,
-    sharing_save,
     sync_directory,
     write_file,
 )
@@ -72,17 +71,13 @@ class SavePlace:
     Attributes:
         is_staged: Whether all files go into a directory that then takes the target's name.
         is_named_by_id: Whether the names of rank files have the save id. Else they are stock's, which a save in place
-            cannot use: files of two saves lie beside each other. Nor can files that a later save may link to: stock
-            writes into a file of its own name, and so into all links of it.
-        earlier: The checkpoint whose files this one may share; ``None`` in a save in place, where they would look like
-            files that the save replaces.
+            cannot use: files of two saves lie beside each other.
     """
 
     save_id: str
     target: Path
     is_staged: bool
     is_named_by_id: bool
-    earlier: Path | None = None
 
     @property
     def directory(self) -> Path:
@@ -115,16 +110,10 @@ class RunningSave:
     def check_names(self, names: Sequence[str]) -> None:
         """Raises CheckpointFailedError if a rank wrote under the names of another save, because it saw an old lock."""
         expected = self.place.save_id if self.place.is_named_by_id else None
-        marks = {name for name in names if (save_id_of(name) or sharing_save(name)) != expected}
+        marks = {name for name in names if save_id_of(name) != expected}
         if marks:
             text = f"{', '.join(sorted(marks))} belong to another save: the file system showed these ranks an old lock"
             raise CheckpointFailedError("save", {0: text})
-
-    def remove_unused(self, used: Collection[str]) -> None:
-        """Removes the shared files that no rank uses after all."""
-        if self.place.earlier is not None:
-            names = os.listdir(self.place.directory)
-            remove_files(self.place.directory, [name for name in names if sharing_save(name) and name not in used])
 
     def commit(
         self, index: bytes, metadata: bytes | None, *, sync: bool, confirm: Callable[[], None] = lambda: None
@@ -242,15 +231,12 @@ def notes_of_save(num_ranks: int, seconds: Mapping[str, float] = MappingProxyTyp
     return [*notes, ("seconds", of_phases)] if of_phases else notes
 
 
-def begin_save(
-    path: Path, save_id: str, rank: int | None, *, names_have_id: bool = False, earlier: Path | None = None
-) -> RunningSave:
+def begin_save(path: Path, save_id: str, rank: int | None, *, names_have_id: bool = False) -> RunningSave:
     """Takes the lock of a target, removes the leftovers of dead saves there, and decides where the new save writes.
 
     Args:
         rank: The rank whose save it is, if each rank has metadata of its own; else ``None``.
         names_have_id: Name rank files by the save id wherever the save writes.
-        earlier: An absolute path: the checkpoint whose files the save may share.
 
     Raises:
         SaveInProgressError: Another save is under way there.
@@ -277,8 +263,7 @@ def begin_save(
         is_staged = lock_file.parent != target and _make_stage(target, save_id)
         if not is_staged:
             new_parents += make_directories(target)
-        is_named_by_id = names_have_id or not is_staged
-        place = SavePlace(save_id, target, is_staged, is_named_by_id, earlier if is_staged else None)
+        place = SavePlace(save_id, target, is_staged, is_named_by_id=names_have_id or not is_staged)
         lock.add_line(_place_line(place))
         return RunningSave(lock, place, rank, new_parents)
     except BaseException:
@@ -326,14 +311,11 @@ def find_place(path: Path, rank: int, *, is_own: bool) -> SavePlace:
 
 
 def _place_line(place: SavePlace) -> str:
-    earlier = None if place.earlier is None else os.fsencode(place.earlier).hex()
-    return json.dumps({"is_staged": place.is_staged, "is_named_by_id": place.is_named_by_id, "earlier": earlier})
+    return json.dumps({"is_staged": place.is_staged, "is_named_by_id": place.is_named_by_id})
 
 
 def _place_of_line(line: str, save_id: str, target: Path) -> SavePlace:
-    place = json.loads(line)
-    earlier = None if place["earlier"] is None else Path(os.fsdecode(bytes.fromhex(place["earlier"])))
-    return SavePlace(save_id, target, place["is_staged"], place["is_named_by_id"], earlier)
+    return SavePlace(save_id, target, **json.loads(line))
 
 
 def lock_path(target: Path, rank: int | None) -> Path:

@@ -152,10 +152,6 @@ class OpenedCheckpoint:
             return False
         return has_footer(descriptor, file)
 
-    def link(self, name: str, path: Path) -> None:
-        """Gives a file of the checkpoint a second name."""
-        os.link(name, path, src_dir_fd=self._directory, follow_symlinks=False)
-
     def _open(self, name: str) -> int:
         try:
             # The open of a pipe would wait for a writer.

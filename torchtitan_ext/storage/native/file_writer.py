@@ -6,7 +6,7 @@ import dataclasses
 import io
 import os
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,33 +24,23 @@ from torchtitan_ext import _core
 from torchtitan_ext.dcp_private import StreamTransformExtension
 from torchtitan_ext.errors import Problem, WrongValueError, named, only_printed, refusal, warn
 from torchtitan_ext.layout.wrapper import without_slack
-from torchtitan_ext.storage.checkpoint_files import BLOCK_BYTES, index_path, kept_name, metadata_path, thread_count_of
+from torchtitan_ext.storage.checkpoint_files import BLOCK_BYTES, index_path, metadata_path, thread_count_of
 from torchtitan_ext.storage.commit.branch import (
     Branch,
     PlaceInRun,
     last_name,
-    latest_path,
     notes_of_place,
     place_in_run,
     remember_step,
     set_aside,
 )
-from torchtitan_ext.storage.commit.commit import SavePlace, begin_save, encode_index, find_place, notes_of_save
-from torchtitan_ext.storage.commit.steps import own_pattern
+from torchtitan_ext.storage.commit.commit import begin_save, encode_index, find_place, notes_of_save
 from torchtitan_ext.storage.futures import finished
 from torchtitan_ext.storage.location import Place, is_local
 from torchtitan_ext.storage.metadata.metadata_file import encode_metadata, encode_tables, send_as_place
 from torchtitan_ext.storage.metadata.saved_metadata import DCP_VERSION
 from torchtitan_ext.storage.native.device_buckets import OutgoingBuckets, bucket_bytes_of
 from torchtitan_ext.storage.native.planned_items import ListedWrites, writes_of
-from torchtitan_ext.storage.native.shared_files import (
-    CountsRequests,
-    EarlierFiles,
-    LinkedFiles,
-    Unchanged,
-    WrittenFiles,
-    share_unchanged,
-)
 from torchtitan_ext.storage.progress import progress
 from torchtitan_ext.storage.raw_tensor import ELEMENT_TYPES, NAMES, raw_memory
 
@@ -65,8 +55,11 @@ class FilePrefix:
     prefix: str
 
 
-# Of a save that shares no files.
-_NOT_COMPARED = Unchanged()
+@runtime_checkable
+class CountsRequests(Protocol):
+    """A planner that counts the requests for its items, and lets go of the state after the last one."""
+
+    def expect_requests(self, num_more: int) -> None: ...
 
 
 @runtime_checkable
@@ -85,8 +78,6 @@ class CommitsSaves(Protocol):
     def commits_by_metadata(self) -> bool: ...
 
     def check_names(self, names: Sequence[str]) -> None: ...
-
-    def remove_unused(self, used: Collection[str]) -> None: ...
 
     def commit(self, index: bytes, metadata: bytes | None, *, sync: bool, confirm: Callable[[], None]) -> Place: ...
 
@@ -109,10 +100,7 @@ class FileWriter(StorageWriter):
             ranks stock takes too long to read it anyway.
         fingerprints: Take a fingerprint of each saved chunk while it is written, into the index: ``tte.load`` with
             ``prove=True`` compares what it has loaded with them. The names of the files have the save id then.
-        reuse: An earlier checkpoint, or ``"latest"``: the latest step of the run that the path is a step of. What has
-            not changed since is not written again: the files that hold it are linked (docs/reference/storage.md). Takes
-            fingerprints.
-        step_pattern: How the run names its steps, for ``"latest"``.
+        step_pattern: How the run names its steps.
         branch: What becomes of newer steps of the run, if the path is a step of one: ``"set_aside"``, ``"keep"`` or
             ``"error"``, as in ``tte.save``.
         sync_files: The name of ``sync`` in ``FileSystemWriter``.
@@ -123,8 +111,6 @@ class FileWriter(StorageWriter):
 
     Attributes:
         target: The absolute path: the working directory may have changed when an asynchronous save begins.
-        not_reused: After a save with ``reuse``, on the coordinator: why something that has not changed was written
-            again; empty if nothing stood in the way.
         confirm: Called when all files are on the disk, right before the rename that commits. If it raises, nothing is
             committed. Each ``set_up_storage_writer`` resets it.
         seconds: What each phase has taken so far, for the index; reset too.
@@ -145,7 +131,6 @@ class FileWriter(StorageWriter):
         overwrite: bool = True,
         stock_metadata: bool = True,
         fingerprints: bool = False,
-        reuse: str | os.PathLike[str] | None = None,
         step_pattern: str | None = None,
         branch: Branch = "set_aside",
         sync_files: bool | None = None,
@@ -177,14 +162,12 @@ class FileWriter(StorageWriter):
         self.sync = sync if sync_files is None else sync_files
         self.overwrite = overwrite
         self.stock_metadata = stock_metadata
-        self.reuse = reuse if reuse is None or reuse == "latest" else Path(reuse).absolute()
         self.step_pattern = step_pattern
         self.branch = branch
         self.beside: tuple[Path, ...] = ()
         self._last_name = last_name(self.target)
         self._place_at_begin: PlaceInRun | None = None
-        self.fingerprints = fingerprints or reuse is not None
-        self.not_reused = ""
+        self.fingerprints = fingerprints
         self.thread_count = thread_count
         thread_count_of(thread_count)
         self.save_id = uuid.uuid4().hex
@@ -244,13 +227,7 @@ class FileWriter(StorageWriter):
         self.abandon()
         # Steps of other jobs that are saved meanwhile are none that this save leaves behind.
         self._place_at_begin = self._place()
-        earlier = self._earlier()
-        save = begin_save(
-            self._directory, self.save_id, self._own_rank, names_have_id=self.fingerprints, earlier=earlier
-        )
-        self._save = save
-        if earlier is not None and not save.place.is_staged:
-            self.not_reused = f"{self.target} is written in place"
+        self._save = begin_save(self._directory, self.save_id, self._own_rank, names_have_id=self.fingerprints)
         return [
             dataclasses.replace(plan, storage_data=FilePrefix(f"__{index}_")) if plan.storage_data is None else plan
             for index, plan in enumerate(plans)
@@ -259,12 +236,10 @@ class FileWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         return finished(lambda: self._write(plan, planner))
 
-    def finish(self, metadata: Metadata, results: Sequence[WrittenFiles | None]) -> None:  # type: ignore[override]
+    def finish(self, metadata: Metadata, results: Sequence[_core.RankFile | None]) -> None:  # type: ignore[override]
         assert self._save is not None, "finish without prepare_global_plan, please report"
-        of_ranks = [result for result in results if result is not None]
-        files = _core.join_shared([file for one in of_ranks for file in (*one.written, *one.shared)])
-        self._save.check_names([file.name for file in files if file.save_id is None])
-        self._save.remove_unused({file.name for file in files})
+        files = [file for file in results if file is not None]
+        self._save.check_names([file.name for file in files])
         metadata.version = DCP_VERSION
         metadata.storage_meta = self.storage_meta()
         needs_metadata = self.stock_metadata or self._save.commits_by_metadata
@@ -281,10 +256,6 @@ class FileWriter(StorageWriter):
         if place is not None and place.newer:
             with only_printed():
                 set_aside(place, self.save_id, sync=self.sync)
-        self.not_reused = self.not_reused or next((one.not_reused for one in of_ranks if one.not_reused), "")
-        if self.not_reused:
-            with only_printed():
-                warn(f"save: what has not changed is written again: {self.not_reused}")
 
     def abandon(self) -> None:
         """Removes the files of a save that has failed on all ranks. ``tte.save`` calls it on every rank; it acts on the
@@ -303,16 +274,6 @@ class FileWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return is_local(checkpoint_id)
-
-    def _earlier(self) -> Path | None:
-        """The checkpoint whose files this save may share, on the coordinator."""
-        self.not_reused = ""
-        if self.reuse is None or isinstance(self.reuse, Path):
-            return self.reuse
-        place = self._place_at_begin
-        if place is not None and place.parent is not None:
-            return place.parent
-        return latest_path(self._directory.parent, own_pattern(self._directory, self.step_pattern))
 
     def _place(self) -> PlaceInRun | None:
         """Where this save stands in its run as it begins; ``None`` where it leaves the other steps as they are.
@@ -346,50 +307,16 @@ class FileWriter(StorageWriter):
         """This rank if each rank has metadata of its own, else ``None``."""
         return None if self.use_collectives else self.rank
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> WrittenFiles | None:
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> _core.RankFile | None:
         # Plans do not carry the save id: a cached plan would bring back an old one.
         place = find_place(self._directory, self.rank or 0, is_own=not self.use_collectives)
-        prefix = plan.storage_data.prefix
-        earlier = None
-        if place.earlier is not None:
-            earlier = LinkedFiles(place.earlier, place.directory, sync=self.sync)
-        names = place.data_name(prefix), kept_name(prefix, place.save_id)
-        return self._write_changed(plan, planner, earlier, names, partial(self._write_file, place))
-
-    def _write_changed(
-        self,
-        plan: SavePlan,
-        planner: SavePlanner,
-        earlier: EarlierFiles | None,
-        names: tuple[str, str],
-        write_file: Callable[[str, Sequence[WriteItem], SavePlanner, Unchanged], _core.RankFile],
-    ) -> WrittenFiles | None:
-        """Writes the items that need not lie in files of an earlier checkpoint: what has changed, and what has not."""
         items = writes_of(plan)
         if not items:
             return None
-        if not isinstance(items, ListedWrites):
-            items = values_first(items)
-        if earlier is None:
-            return WrittenFiles([write_file(names[0], items, planner, _NOT_COMPARED)])
-        unchanged = share_unchanged(items, planner, earlier)
-        kept = _chosen(items, lambda item: item.index in unchanged.kept)
-        changed = _chosen(items, lambda item: item.index not in unchanged.kept | unchanged.reused)
-        groups = zip(names, (changed, kept), strict=True)
-        written = [write_file(name, group, planner, unchanged) for name, group in groups if group]
-        return WrittenFiles(written, unchanged.shared, unchanged.not_reused)
-
-    def _write_file(
-        self,
-        place: SavePlace,
-        name: str,
-        items: Sequence[WriteItem],
-        planner: SavePlanner,
-        unchanged: Unchanged,
-    ) -> _core.RankFile:
+        name = place.data_name(plan.storage_data.prefix)
         path, num_threads = os.fsencode(place.directory / name), thread_count_of(self.thread_count)
         records = _core.RecordWriter(path, BLOCK_BYTES, num_threads, self.sync)
-        self._write_records(records, records.write_queued, items, planner, unchanged)
+        self._write_records(records, records.write_queued, items, planner)
         return records.finish(name, bytes.fromhex(place.save_id), self.rank or 0)
 
     def _write_records(
@@ -398,9 +325,10 @@ class FileWriter(StorageWriter):
         write_queued: Callable[[], None],
         items: Sequence[WriteItem],
         planner: SavePlanner,
-        unchanged: Unchanged,
     ) -> None:
         """Queues the records of all items, and has them written from time to time."""
+        if not isinstance(items, ListedWrites):
+            items = values_first(items)
         with progress(
             "save, rank 0",
             is_coordinator=self._is_coordinator,
@@ -420,8 +348,7 @@ class FileWriter(StorageWriter):
                 done = add_straight(first)
                 if done == first:
                     item = items[done]
-                    value = unchanged.values.pop(item.index, None)
-                    value = planner.resolve_data(item) if value is None else value
+                    value = planner.resolve_data(item)
                     if isinstance(value, io.BytesIO):
                         batch.add_value(item, value)
                     else:
@@ -435,12 +362,6 @@ class FileWriter(StorageWriter):
 def values_first(items: Sequence[WriteItem]) -> list[WriteItem]:
     """As stock writes them: planners may count on it."""
     return sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO)
-
-
-def _chosen(items: Sequence[WriteItem], is_chosen: Callable[[WriteItem], bool]) -> Sequence[WriteItem]:
-    """Some of the items, as the list that they are."""
-    positions = [position for position, item in enumerate(items) if is_chosen(item)]
-    return items.select(positions) if isinstance(items, ListedWrites) else [items[position] for position in positions]
 
 
 def _not_followed(argument: str, got: object, expected: str) -> WrongValueError:

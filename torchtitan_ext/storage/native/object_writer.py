@@ -4,40 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from torchtitan_ext import _core
-from torchtitan_ext.errors import DamagedCheckpointError, WrongValueError, warn
-from torchtitan_ext.storage.checkpoint_files import BLOCK_BYTES, data_name, kept_name, thread_count_of
-from torchtitan_ext.storage.commit.steps import own_pattern
+from torchtitan_ext.errors import WrongValueError, warn
+from torchtitan_ext.storage.checkpoint_files import BLOCK_BYTES, data_name, thread_count_of
 from torchtitan_ext.storage.location import Location, is_in_object_store
 from torchtitan_ext.storage.native.file_writer import FilePrefix, FileWriter, tensor_bytes
 from torchtitan_ext.storage.native.planned_items import writes_of
-from torchtitan_ext.storage.native.shared_files import CopiedObjects, Unchanged, WrittenFiles
 from torchtitan_ext.storage.objects.commit import begin_object_save
 from torchtitan_ext.storage.objects.folder import ObjectFolder
-from torchtitan_ext.storage.objects.leftovers import save_of_metadata
 from torchtitan_ext.storage.objects.parts import RecordParts
-from torchtitan_ext.storage.objects.steps import latest_object_step
 
 
 @dataclass(frozen=True)
 class ObjectPrefix(FilePrefix):
     """The beginning of the names of a rank's objects, and the save that they belong to: ranks share no directory from
-    which they could learn it.
-
-    Attributes:
-        earlier: The checkpoint whose objects may be copied.
-        earlier_id: The id of the save that made it.
-    """
+    which they could learn it."""
 
     save_id: str
-    earlier: Location | None = None
-    earlier_id: str | None = None
 
 
 class ObjectWriter(FileWriter):
@@ -48,8 +35,7 @@ class ObjectWriter(FileWriter):
 
     Args:
         url: The folder of the checkpoint.
-        thread_count, overwrite, fingerprints, reuse, step_pattern: As in ``FileWriter``. The store copies what it
-            reuses, within one bucket.
+        thread_count, overwrite, fingerprints: As in ``FileWriter``.
 
     Raises:
         OSError: (in the future of ``write_data``) The store refuses a request, or cannot be reached; names the object.
@@ -64,8 +50,6 @@ class ObjectWriter(FileWriter):
         *,
         overwrite: bool = True,
         fingerprints: bool = False,
-        reuse: str | os.PathLike[str] | None = None,
-        step_pattern: str | None = None,
     ) -> None:
         if not is_in_object_store(url):
             raise WrongValueError(
@@ -76,12 +60,9 @@ class ObjectWriter(FileWriter):
             url,
             thread_count=thread_count,
             overwrite=overwrite,
-            fingerprints=fingerprints or reuse is not None,
-            step_pattern=step_pattern,
+            fingerprints=fingerprints,
             branch="keep",
         )
-        self._reuses_latest = reuse == "latest"
-        self._reused = None if reuse is None or self._reuses_latest else Location(reuse)
 
     def _go_to(self, path: str | os.PathLike[str]) -> None:
         self.path = self.target = self._folder = Location(path)
@@ -95,8 +76,7 @@ class ObjectWriter(FileWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.abandon()
-        earlier = self._earlier_save()
-        save = begin_object_save(self._folder, self.save_id, copies=earlier is not None)
+        save = begin_object_save(self._folder, self.save_id)
         self._save = save
         if save.replaces:
             if not self.overwrite:
@@ -106,40 +86,22 @@ class ObjectWriter(FileWriter):
                 )
             warn(f"the checkpoint in {self.path} is overwritten")
         return [
-            dataclasses.replace(plan, storage_data=ObjectPrefix(f"__{rank}_", self.save_id, *(earlier or ())))
+            dataclasses.replace(plan, storage_data=ObjectPrefix(f"__{rank}_", self.save_id))
             for rank, plan in enumerate(plans)
         ]
 
-    def _earlier_save(self) -> tuple[Location, str | None] | None:
-        """The checkpoint whose objects may be copied, and the id of its save, on the coordinator."""
-        self.not_reused = ""
-        try:
-            pattern = own_pattern(self._folder, self.step_pattern)
-            place = latest_object_step(self._folder.parent, pattern) if self._reuses_latest else self._reused
-            return None if place is None else (place, save_of_metadata(ObjectFolder(place)))
-        except (OSError, DamagedCheckpointError) as error:
-            self.not_reused = str(error)
-            return None
-
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> WrittenFiles | None:
-        if not writes_of(plan):
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> _core.RankFile | None:
+        items = writes_of(plan)
+        if not items:
             return None
         to: ObjectPrefix = plan.storage_data
-        earlier = None
-        if to.earlier is not None:
-            earlier = CopiedObjects(to.earlier, to.earlier_id, self._folder, to.save_id)
-        names = data_name(to.prefix, to.save_id), kept_name(to.prefix, to.save_id, owner=to.save_id)
-        return self._write_changed(plan, planner, earlier, names, partial(self._write_object, to.save_id))
-
-    def _write_object(
-        self, save_id: str, name: str, items: Sequence[WriteItem], planner: SavePlanner, unchanged: Unchanged
-    ) -> _core.RankFile:
+        name = data_name(to.prefix, to.save_id)
         path, num_threads = os.fsencode(self._folder / name), thread_count_of(self.thread_count)
         records = _core.RecordWriter(path, BLOCK_BYTES, num_threads, False, to_memory=True)
         parts = RecordParts(ObjectFolder(self._folder), name, records, tensor_bytes(items))
         try:
-            self._write_records(records, parts.write_queued, items, planner, unchanged)
-            return parts.finish(save_id, self.rank or 0)
+            self._write_records(records, parts.write_queued, items, planner)
+            return parts.finish(to.save_id, self.rank or 0)
         except BaseException:
             parts.abandon()
             raise

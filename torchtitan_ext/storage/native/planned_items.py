@@ -82,10 +82,6 @@ class ListedReads(_Listed[ReadItem, _core.Reads]):
 class ListedWrites(_Listed[WriteItem, _core.Writes]):
     """What a rank writes."""
 
-    def select(self, positions: Sequence[int]) -> ListedWrites:
-        """Some of the items."""
-        return ListedWrites(self.in_core.select(list(positions)), self._make)
-
 
 class _MadeWhenAsked(Generic[_Item, _List]):
     """A plan whose items are made when somebody asks for them. Who has them may change them: from then on they count.

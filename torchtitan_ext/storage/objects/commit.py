@@ -12,7 +12,7 @@ that they were replaced long enough ago. Imports no torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from torchtitan_ext.errors import CheckpointFailedError, SaveInProgressError, UnknownOutcomeError, only_printed, warn
 from torchtitan_ext.storage.checkpoint_files import index_path, metadata_path
@@ -88,14 +88,12 @@ class RunningObjectSave(ObjectCommit):
 
     Args:
         replaced: The version of ``.metadata`` that the save replaces; ``None`` if there was none.
-        copies: Whether ranks copy objects of an earlier checkpoint.
     """
 
-    def __init__(self, target: Location, save_id: str, replaced: ObjectStamp | None, *, copies: bool) -> None:
+    def __init__(self, target: Location, save_id: str, replaced: ObjectStamp | None) -> None:
         super().__init__(target, save_id, replaced)
         self.replaces = replaced is not None
         self._lease = Lease(self._folder, save_id)
-        self._copies = copies
 
     @property
     def commits_by_metadata(self) -> bool:
@@ -106,12 +104,6 @@ class RunningObjectSave(ObjectCommit):
         marks = {name for name in names if save_id_of(name) != self._save_id}
         if marks:
             raise CheckpointFailedError("save", {0: f"{', '.join(sorted(marks))} belong to another save"})
-
-    def remove_unused(self, used: Collection[str]) -> None:
-        """Deletes copies that no rank uses after all: no clean-up takes what has the id of a committed save."""
-        if self._copies:
-            with only_printed():
-                self._delete_own(used)
 
     def commit(self, index: bytes, metadata: bytes | None, *, sync: bool, confirm: Callable[[], None]) -> Location:
         """Makes the files of all ranks the checkpoint; the arguments are those of ``RunningSave.commit``.
@@ -141,30 +133,23 @@ class RunningObjectSave(ObjectCommit):
         if self.may_be_committed:
             return
         try:
-            self._delete_own()
+            self._folder.delete([name for name in self._folder.stamps() if save_id_of(name) == self._save_id])
             self._lease.release()
         except OSError as error:
             with only_printed():
                 warn(f"{self._target}: files of the failed save {self._save_id} stay for gc ({error})")
-
-    def _delete_own(self, kept: Collection[str] = ()) -> None:
-        own = [name for name in self._folder.stamps() if save_id_of(name) == self._save_id]
-        self._folder.delete([name for name in own if name not in kept])
 
 
 def _is_same(found: ObjectStamp | None, expected: ObjectStamp | None) -> bool:
     return found is None if expected is None else expected.is_version(found)
 
 
-def begin_object_save(target: Location, save_id: str, *, copies: bool = False) -> RunningObjectSave:
+def begin_object_save(target: Location, save_id: str) -> RunningObjectSave:
     """Notes what is at the target, and takes a lease for a save.
-
-    Args:
-        copies: Whether ranks copy objects of an earlier checkpoint.
 
     Raises:
         FileExistsError: The target holds safetensors.
     """
     folder = ObjectFolder(target)
     refuse_old_weights(target, folder.stamps())
-    return RunningObjectSave(target, save_id, folder.stamp(metadata_path(target, None).name), copies=copies)
+    return RunningObjectSave(target, save_id, folder.stamp(metadata_path(target, None).name))

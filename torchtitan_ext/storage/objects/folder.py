@@ -15,7 +15,6 @@ from datetime import datetime, timedelta
 from functools import cached_property
 from importlib import import_module
 from typing import Any, NamedTuple
-from urllib.parse import unquote
 
 from torchtitan_ext.storage.location import Location, scheme_of
 
@@ -88,14 +87,7 @@ class ObjectFolder:
 
     @cached_property
     def _store(self) -> Any:
-        return self._open(self._url)
-
-    @property
-    def _url(self) -> str:
-        return re.sub("^s3a:", "s3:", str(self.location))
-
-    @staticmethod
-    def _open(url: str) -> Any:
+        url = re.sub("^s3a:", "s3:", str(self.location))
         from_url = import_module("obstore.store").from_url
         options = {"checksum_algorithm": "SHA256"} if scheme_of(url) == "s3" else {}
         return from_url(
@@ -162,24 +154,6 @@ class ObjectFolder:
         """A writer of a new object: a single put, or parts of this size, so many of them under way at a time."""
         with self.told(name):
             return self._obstore.open_writer(self._store, name, buffer_size=part_bytes, max_concurrency=max_parts)
-
-    def copy_from(self, source: ObjectFolder, name: str, new_name: str) -> None:
-        """Lets the store copy an object of another folder of this bucket into this one, replacing what is there.
-
-        Raises:
-            FileNotFoundError: There is no such object.
-            OSError: The folder is in another bucket, or the store refuses.
-        """
-        *bucket, old = f"{source._url}/{name}".split("/", 3)
-        *own_bucket, new = f"{self._url}/{new_name}".split("/", 3)
-        if bucket != own_bucket:
-            raise OSError(errno.EXDEV, f"a store copies within one bucket, not from {'/'.join(bucket)}", new_name)
-        try:
-            with source.told(name):
-                store = self._open("/".join(bucket))
-                self._again(lambda: self._obstore.copy(store, unquote(old), unquote(new)))
-        except ConflictError as error:
-            raise OSError(errno.EAGAIN, str(error), new_name) from None
 
     def delete(self, names: Sequence[str]) -> None:
         """Deletes objects; those that are gone already are no error."""

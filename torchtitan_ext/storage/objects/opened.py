@@ -39,7 +39,7 @@ _RECORD_END_BYTES = 16 << 10
 
 
 class OpenedObjects:
-    """Has the methods of ``OpenedCheckpoint``, but for links.
+    """Has the methods of ``OpenedCheckpoint``.
 
     Args:
         have_footers: Whether the files may be ours, so that their ends are read when they are opened.

@@ -29,8 +29,7 @@ from torchtitan_ext.storage.formats.sparse_files import sync_files
 from torchtitan_ext.storage.formats.weights_directory import refuse_irreplaceable, replace_weights
 from torchtitan_ext.storage.futures import finished
 from torchtitan_ext.storage.location import Place, is_local
-from torchtitan_ext.storage.native.file_writer import ask_nobody
-from torchtitan_ext.storage.native.shared_files import CountsRequests
+from torchtitan_ext.storage.native.file_writer import CountsRequests, ask_nobody
 from torchtitan_ext.storage.progress import progress
 from torchtitan_ext.storage.weights.boxes import PlacedBoxes
 from torchtitan_ext.storage.weights.layout import file_names, find_places, lay_out_weights, make_weights
@@ -104,8 +103,6 @@ class SafetensorsWriter(StorageWriter):
         SaveInProgressError: Another save runs in the same place.
         FileExistsError: The directory holds a checkpoint of DCP, or the path is that of a file.
     """
-
-    not_reused = ""
 
     def __init__(
         self,
