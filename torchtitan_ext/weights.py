@@ -45,8 +45,7 @@ def save(
 
     Args:
         state_dict: Tensors and ``Stateful`` objects that have tensors, of any layout; of dtypes that the format has.
-        path: A directory, on one machine or shared by the ranks; or a folder without weights of an object store
-            (docs/use/object_stores.md).
+        path: A directory, on one machine or shared by the ranks.
         transform: How the state's tensors become those of the files, see ``tte.transforms``: each rank writes what it
             holds to where that belongs. All but ``dequantize``.
         max_file_bytes: The most bytes of tensors in a file; one that is larger gets a file of its own.

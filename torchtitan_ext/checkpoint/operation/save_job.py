@@ -138,7 +138,7 @@ class SaveJob:
         """Raises TypeError or ValueError unless safetensors can be written so, to this path."""
         check_count(operation, "max_file_bytes", self.max_file_bytes)
         check_argument(operation, "transform", self.transform, (Transform, NoneType), "a tte.transforms.Transform")
-        if self.path is not None and is_plain_url(self.path):
+        if self.path is not None and is_url(self.path):
             raise WrongValueError(
                 f"{operation}: got the path {str(self.path)!r}, expected a directory: safetensors files are not "
                 "written to this URL"

@@ -29,7 +29,6 @@ from torchtitan_ext.storage.futures import result_of
 from torchtitan_ext.storage.location import is_in_object_store, is_plain_url, names_object_store, place_at
 from torchtitan_ext.storage.native.object_writer import ObjectWriter
 from torchtitan_ext.storage.runs.retention import remove_old_steps
-from torchtitan_ext.storage.weights.object_weights import ObjectWeightsWriter
 from torchtitan_ext.storage.weights.one_writer import WriterRanks
 from torchtitan_ext.storage.weights.safetensors_reader import reader_at
 from torchtitan_ext.storage.weights.writer import SafetensorsWriter
@@ -79,8 +78,7 @@ def writer_at(job: SaveJob) -> StorageWriter:
     path, writer = job.path, job.storage_writer
     if job.format == "safetensors" and path is not None:
         weights_map = None if job.transform is None else TransformedTensors(job.transform)
-        kind = ObjectWeightsWriter if is_in_object_store(path) else SafetensorsWriter
-        return kind(path, max_file_bytes=job.max_file_bytes, weights_map=weights_map)
+        return SafetensorsWriter(path, max_file_bytes=job.max_file_bytes, weights_map=weights_map)
     if writer is None and path is not None and is_in_object_store(path):
         return ObjectWriter(path, fingerprints=job.fingerprints)
     if writer is None and path is not None and FileWriter.validate_checkpoint_id(path):

@@ -27,63 +27,7 @@ COMMIT_SECONDS = 300.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0
 
 
-class ObjectCommit:
-    """The one put that commits a save. Only the coordinator has one; not collective.
-
-    Args:
-        replaced: The version of the object that the put replaces; ``None`` if there was none.
-    """
-
-    def __init__(self, target: Location, save_id: str, replaced: ObjectStamp | None) -> None:
-        self._target = target
-        self._save_id = save_id
-        self._replaced = replaced
-        self._folder = ObjectFolder(target)
-        self.may_be_committed = False
-
-    def put(self, name: str, content: bytes) -> None:
-        """Puts an object until the store says that it has it, or another one.
-
-        A request that seems to have failed may still arrive, so only the same one may follow it: whichever of them
-        arrives first commits, and the others conflict with it.
-        """
-        deadline = time.monotonic() + min(COMMIT_SECONDS, LEASE_SECONDS)
-        pause, reason = _FIRST_PAUSE, ""
-        self.may_be_committed = True
-        while True:
-            try:
-                self._folder.put_if(name, content, self._replaced)
-                return
-            except (ConflictError, OSError) as error:
-                if isinstance(error, PermissionError) and not reason:
-                    self.may_be_committed = False
-                    raise
-                reason = str(error)
-            try:
-                found, is_ours = self._read_back(name, content)
-            except OSError as error:
-                reason = f"{reason}; {error}"
-            else:
-                if is_ours:
-                    return
-                if not _is_same(found, self._replaced):
-                    self.may_be_committed = False
-                    raise SaveInProgressError(str(self._target), "another save, which has committed first", "")
-            if time.monotonic() > deadline:
-                raise UnknownOutcomeError(str(self._target), self._save_id, reason)
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-
-    def _read_back(self, name: str, content: bytes) -> tuple[ObjectStamp | None, bool]:
-        """The version that is there now, and whether it is this save's."""
-        try:
-            found, stamp = self._folder.read_stamped(name)
-        except FileNotFoundError:
-            return None, False
-        return stamp, found == content
-
-
-class RunningObjectSave(ObjectCommit):
+class RunningObjectSave:
     """A save that has a lease in its folder. Only the coordinator has one; not collective.
 
     Args:
@@ -91,7 +35,11 @@ class RunningObjectSave(ObjectCommit):
     """
 
     def __init__(self, target: Location, save_id: str, replaced: ObjectStamp | None) -> None:
-        super().__init__(target, save_id, replaced)
+        self._target = target
+        self._save_id = save_id
+        self._replaced = replaced
+        self._folder = ObjectFolder(target)
+        self._may_be_committed = False
         self.replaces = replaced is not None
         self._lease = Lease(self._folder, save_id)
 
@@ -120,17 +68,58 @@ class RunningObjectSave(ObjectCommit):
         self._folder.put(index_path(self._target, None, self._save_id).name, index)
         confirm()
         self._lease.decide()
-        path = metadata_path(self._target, None)
-        self.put(path.name, metadata)
+        self.put(metadata)
         with only_printed():
             self._lease.release()
-        return path
+        return metadata_path(self._target, None)
+
+    def put(self, metadata: bytes) -> None:
+        """Puts ``.metadata`` until the store says that it has it, or another one.
+
+        A request that seems to have failed may still arrive, so only the same one may follow it: whichever of them
+        arrives first commits, and the others conflict with it.
+        """
+        name = metadata_path(self._target, None).name
+        deadline = time.monotonic() + min(COMMIT_SECONDS, LEASE_SECONDS)
+        pause, reason = _FIRST_PAUSE, ""
+        self._may_be_committed = True
+        while True:
+            try:
+                self._folder.put_if(name, metadata, self._replaced)
+                return
+            except (ConflictError, OSError) as error:
+                if isinstance(error, PermissionError) and not reason:
+                    self._may_be_committed = False
+                    raise
+                reason = str(error)
+            try:
+                found, is_ours = self._read_back(name, metadata)
+            except OSError as error:
+                reason = f"{reason}; {error}"
+            else:
+                if is_ours:
+                    return
+                if not _is_same(found, self._replaced):
+                    self._may_be_committed = False
+                    raise SaveInProgressError(str(self._target), "another save, which has committed first", "")
+            if time.monotonic() > deadline:
+                raise UnknownOutcomeError(str(self._target), self._save_id, reason)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _read_back(self, name: str, metadata: bytes) -> tuple[ObjectStamp | None, bool]:
+        """The version that is there now, and whether it is this save's."""
+        try:
+            found, stamp = self._folder.read_stamped(name)
+        except FileNotFoundError:
+            return None, False
+        return stamp, found == metadata
 
     def abandon(self) -> None:
         """Deletes the files of a save that has failed on all ranks; none where ``.metadata`` may name them. What the
         store does not let go stays, with a warning, for a clean-up."""
         self._lease.stop()
-        if self.may_be_committed:
+        if self._may_be_committed:
             return
         try:
             self._folder.delete([name for name in self._folder.stamps() if save_id_of(name) == self._save_id])

@@ -4,7 +4,7 @@ No list shows which saves are alive, so each object says to which save it belong
 not have,
 
 - a lease that was renewed lately says that it is alive: its objects stay;
-- with a lease that has expired, whoever creates its fate decides (``objects/lease.py``);
+- with a lease that has expired, whoever notes a decision in it first goes on (``objects/lease.py``);
 - without a lease it was replaced or has failed: its objects go when they, and the ``.metadata`` that replaced them, are
   older than ``grace_seconds``, so that readers of the replaced checkpoint can end.
 
@@ -26,11 +26,20 @@ from torchtitan_ext.storage.checkpoint_files import is_save_id
 from torchtitan_ext.storage.commit.leftovers import is_checkpoint_name, save_id_of
 from torchtitan_ext.storage.location import Location
 from torchtitan_ext.storage.objects.folder import ConflictError, ObjectFolder, ObjectStamp
-from torchtitan_ext.storage.objects.lease import ABANDONED, COMMIT, FATE_SECONDS, LEASE_SECONDS, fate_name, lease_name
+from torchtitan_ext.storage.objects.lease import (
+    ABANDONED,
+    COMMIT,
+    COMMIT_LEASE_SECONDS,
+    LEASE_SECONDS,
+    decision_in,
+    lease_name,
+    noted,
+)
 
 GRACE_SECONDS = 3600.0
 """How long the objects of a replaced checkpoint stay for those that read it."""
 
+# Saves of version 0.2 have a second object beside the lease.
 _OF_SAVE = re.compile(r"\.tte_save\.([0-9a-f]{32})\.(?:lease|fate)")
 
 
@@ -73,23 +82,31 @@ def left_saves(step: Location, now: datetime, grace_seconds: float = GRACE_SECON
 
 def remove_left_save(step: Location, left: LeftSave) -> bool:
     """Deletes the objects of a save that ``left_saves`` has found; returns false if it lives after all."""
-    folder = ObjectFolder(step)
-    fate, lease = fate_name(left.save_id), lease_name(left.save_id)
-    try:
-        folder.put_if(fate, ABANDONED, None)
-    except ConflictError:
-        if folder.content(fate) == COMMIT and lease in left.names:
-            stamp = folder.stamp(fate)
-            if stamp is not None and _seconds(stamp.put_at, store_time(step)) < FATE_SECONDS:
-                return False
-    # The save may have committed, and deleted lease and fate, since the folder was listed.
-    if save_of_metadata(folder) == left.save_id:
-        folder.delete([lease, fate])
+    folder, lease = ObjectFolder(step), lease_name(left.save_id)
+    if lease in left.names and not _abandon(folder, lease, store_time(step)):
         return False
-    folder.delete([name for name in left.names if name not in (lease, fate)])
-    # One after the other: a save that wakes up and finds no fate must not find its lease.
-    folder.delete([lease])
-    folder.delete([fate])
+    # The save may have committed, and deleted its lease, since the folder was listed.
+    if save_of_metadata(folder) == left.save_id:
+        folder.delete([lease])
+        return False
+    folder.delete([name for name in left.names if name != lease])
+    folder.delete([lease])  # last: a save that wakes up meanwhile finds in it that it is abandoned
+    return True
+
+
+def _abandon(folder: ObjectFolder, lease: str, now: datetime) -> bool:
+    """Notes in an expired lease that its save is abandoned, or finds that it is over; false if the save lives."""
+    try:
+        found, stamp = folder.read_stamped(lease)
+    except FileNotFoundError:
+        return True
+    seconds = COMMIT_LEASE_SECONDS if decision_in(found) == COMMIT else LEASE_SECONDS
+    if _seconds(stamp.put_at, now) <= seconds:
+        return False
+    try:
+        folder.put_if(lease, noted(found, decision=ABANDONED, at=now.timestamp()), stamp)
+    except ConflictError:
+        return False
     return True
 
 

@@ -65,17 +65,12 @@ def make_weights(files: Mapping[str, NewSafetensors], directory: Path) -> list[P
     directory.mkdir()
     contents = {name: (file.header, file.num_bytes) for name, file in files.items()}
     if len(files) > 1:
-        index = index_of_weights(files)
+        weight_map = {fqn: name for name, file in files.items() for fqn in file.offsets}
+        index = index_of(weight_map, sum(file.num_bytes - len(file.header) for file in files.values()))
         contents[INDEX_NAME] = (index, len(index))
     for name, (head, num_bytes) in contents.items():
         make_file(directory / name, head, num_bytes)
     return [directory / name for name in contents]
-
-
-def index_of_weights(files: Mapping[str, NewSafetensors]) -> bytes:
-    """The content of the index of these files."""
-    weight_map = {fqn: name for name, file in files.items() for fqn in file.offsets}
-    return index_of(weight_map, sum(file.num_bytes - len(file.header) for file in files.values()))
 
 
 def find_places(directory: Path, fqns: Iterable[str], *, num_files: int) -> dict[str, tuple[Path, SafetensorsEntry]]:

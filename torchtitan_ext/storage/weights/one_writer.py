@@ -3,9 +3,6 @@
 Ranks go through rounds together. In each of them a rank gives what it has queued: a table of runs (file, first byte,
 bytes) and the bytes, for each other rank; ranks tell each other how much comes, exchange it, and write what they got.
 The rounds end when no rank has more.
-
-Ranks that go through the files in one order also tell each other how far they are: what lies before the least of these
-positions is complete.
 """
 
 from __future__ import annotations
@@ -53,8 +50,6 @@ class OneWriterPerFile:
             self._rank_of_file = [number % ranks.size for number in range(num_files)]
         self.max_queued_bytes = max(_LEAST_BYTES, ROUND_BYTES // ranks.size)
         """How much a rank may queue before it calls ``round``."""
-        self.position = self.least = 0
-        """Of this rank, of what it has not queued yet, and the least one of all ranks in the last round."""
         self._is_over = False
 
     def writes(self, file: int) -> bool:
@@ -76,11 +71,9 @@ class OneWriterPerFile:
         """
         size = self._ranks.size
         packed = runs.pack(self._rank_of_file, size)
-        sent_counts = torch.tensor(
-            [[*row, is_last, self.position] for row in packed.counts], dtype=torch.int64, device="cpu"
-        )
+        sent_counts = torch.tensor([[*row, is_last] for row in packed.counts], dtype=torch.int64, device="cpu")
         counts = torch.empty_like(sent_counts)
-        rows = [(peer, 0, 4 * peer, 4) for peer in range(size)]
+        rows = [(peer, 0, 3 * peer, 3) for peer in range(size)]
         self._exchange([sent_counts.view(-1)], [counts.view(-1)], rows, rows)
         sent = [_memory(packed.runs, torch.int64), _memory(packed.data, torch.uint8)]
         num_runs, num_bytes = int(counts[:, 0].sum()), int(counts[:, 1].sum())
@@ -92,7 +85,6 @@ class OneWriterPerFile:
         self._is_over = bool(counts[:, 2].all())  # now: if the write fails nobody waits for this rank any more
         runs.add_packed(received[0].data_ptr(), num_runs, received[1].data_ptr())
         runs.write(num_threads, starts_write_back)
-        self.least = int(counts[:, 3].min())
         return self._is_over
 
     def refuse(self) -> None:

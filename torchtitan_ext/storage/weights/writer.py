@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from torchtitan_ext.storage.formats.safetensors_files import NewSafetensors, Saf
 from torchtitan_ext.storage.formats.sparse_files import sync_files
 from torchtitan_ext.storage.formats.weights_directory import refuse_irreplaceable, replace_weights
 from torchtitan_ext.storage.futures import finished
-from torchtitan_ext.storage.location import Place, is_local
+from torchtitan_ext.storage.location import is_local
 from torchtitan_ext.storage.native.file_writer import CountsRequests, ask_nobody
 from torchtitan_ext.storage.progress import progress
 from torchtitan_ext.storage.weights.boxes import PlacedBoxes
@@ -64,14 +64,12 @@ class StagedWeights:
     Attributes:
         directory: Where they are, seen from the directory of the target.
         known: What a ``WeightsMap`` has to know of all ranks.
-        files: By name, of those in an object store, where no rank could read the headers.
     """
 
     directory: str
     num_files: int
     known: bytes
     has_one_writer: bool
-    files: Mapping[str, NewSafetensors] = field(default_factory=dict)
 
 
 class SafetensorsWriter(StorageWriter):
@@ -147,11 +145,8 @@ class SafetensorsWriter(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.abandon()
         if checkpoint_id:
-            self._go_to(checkpoint_id)
-
-    def _go_to(self, path: str | os.PathLike[str]) -> None:
-        self.path: Place = Path(path)
-        self.target: Place = self.path.absolute()
+            self.path = Path(checkpoint_id)
+            self.target = self.path.absolute()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
@@ -258,9 +253,10 @@ class SafetensorsWriter(StorageWriter):
         if not plan.items and one_writer is None:
             return 0
         places = self._map.places(plan.items, staged.known)
-        paths = self._paths_of(staged)
+        directory = Path(os.path.realpath(self.target)).parent / staged.directory
+        paths = [directory / name for name in file_names(staged.num_files)]
         names = dict.fromkeys(part.fqn for parts in places.values() for part in parts)
-        entries = self._find_entries(staged, names, () if one_writer is None else paths)
+        entries = self._find_entries(directory, staged.num_files, names, () if one_writer is None else paths)
         num_bytes = sum(item.tensor_storage_size() or 0 for item in plan.items)
         with (
             progress(
@@ -277,13 +273,10 @@ class SafetensorsWriter(StorageWriter):
         ):
             # In the order of the files, so that neighbours are written by one call.
             items = sorted(plan.items, key=lambda item: _order(entries.get(item.index.fqn)))
-            self._add(_parts_of(items, places, planner), entries, boxes)
+            for part, values in _parts_of(items, places, planner):
+                boxes.add(part, values, *entries[part.fqn])
             boxes.write()
             return boxes.num_bytes
-
-    def _add(self, parts: Iterable[tuple[FilePart, torch.Tensor]], entries: Entries, boxes: PlacedBoxes) -> None:
-        for part, values in parts:
-            boxes.add(part, values, *entries[part.fqn])
 
     def refuse(self, plan: SavePlan) -> None:
         """This rank has failed before or in ``write_data``: the others do not wait for what it would send them."""
@@ -298,25 +291,18 @@ class SafetensorsWriter(StorageWriter):
             self._one_writer = OneWriterPerFile(self.ranks, staged.num_files)
         return self._one_writer
 
-    def _directory_of(self, staged: StagedWeights) -> Path:
-        return Path(os.path.realpath(self.target)).parent / staged.directory
-
-    def _paths_of(self, staged: StagedWeights) -> list[Path]:
-        return [self._directory_of(staged) / name for name in file_names(staged.num_files)]
-
-    def _find_entries(self, staged: StagedWeights, fqns: Iterable[str], paths: Iterable[Path]) -> Entries:
+    def _find_entries(self, directory: Path, num_files: int, fqns: Iterable[str], paths: Iterable[Path]) -> Entries:
         """Where these tensors lie. These files are there then, too.
 
         Raises:
             NotSharedError: This rank does not see the files.
         """
-        directory = self._directory_of(staged)
         deadline = time.monotonic() + _SHOWN_SECONDS
         while True:
             try:
                 for path in paths:
                     path.stat()
-                return find_places(directory, fqns, num_files=staged.num_files)
+                return find_places(directory, fqns, num_files=num_files)
             except (FileNotFoundError, DamagedCheckpointError) as error:
                 if time.monotonic() > deadline:
                     raise NotSharedError(
