@@ -16,7 +16,6 @@ import gc
 import pickle
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,11 +34,8 @@ from torch.distributed.checkpoint.metadata import (
 from torchtitan_ext import _core
 from torchtitan_ext.storage.metadata.metadata_file import (
     encode_metadata,
-    encode_tables,
-    metadata_of,
     parse_metadata,
 )
-from torchtitan_ext.storage.metadata.saved_metadata import parse_tables
 
 TP = 8
 CHECKED_RANKS = 256  # files of more are not compared: each copy of the objects takes gigabytes
@@ -133,17 +129,14 @@ def seconds(act: Callable[[], Any], num_repeats: int = 3) -> float:
 def measure(num_ranks: int, stock_ranks: int) -> dict[str, Any]:
     metadata, files = make_save(num_ranks)
     content = encode_metadata(metadata, files)
-    tables = encode_tables(metadata, files)
     wanted = [place for place, info in metadata.storage_data.items() if info.relative_path == files[0].name]
     result: dict[str, Any] = {
         "num_ranks": num_ranks,
         "num_parts": len(metadata.storage_data),
         "file_bytes": len(content),
         "records_bytes": sum(len(file.records) for file in files),
-        "tables_bytes": len(tables),
         "write_seconds": seconds(lambda: encode_metadata(metadata, files)),
         "read_seconds": seconds(lambda: look_up(parse_metadata(content), wanted)),
-        "read_index_seconds": seconds(lambda: look_up(metadata_of(parse_tables(tables, files, Path("index"))), wanted)),
     }
     if num_ranks > stock_ranks:
         return result
@@ -174,7 +167,6 @@ def print_row(row: dict[str, Any]) -> None:
     print(f"  read   ours {rate('read_seconds')}, pickle {rate('pickle_read_of_ours_seconds')}")
     print(f"  stock's file: ours {rate('read_stocks_seconds', 'stock_file_bytes')}, ", end="")
     print(f"pickle {rate('stock_read_seconds', 'stock_file_bytes')}")
-    print(f"  index alone: {row['read_index_seconds']:.2f} s, {row['records_bytes'] / 1e6:.0f} MB", flush=True)
 
 
 def main() -> None:

@@ -668,7 +668,7 @@ def test_damage(tmp_path: Path) -> None:
 
 
 def test_a_save_that_is_gone(tmp_path: Path) -> None:
-    lock = lock_path(tmp_path / "a", None)
+    lock = lock_path(tmp_path / "a")
     told = "wait for it, end it, or save to another directory"
     with ThreadPoolExecutor() as pool:
         other = pool.submit(SaveLock.acquire, lock, "1" * 32, tmp_path / "a").result()

@@ -184,8 +184,6 @@ class MetadataColumns:
     def part(self, number: int, /) -> Part: ...
     def to_pickle(self, planner_data: Any, storage_meta: dict[str, Any], version: str) -> bytes | None:
         """The file; ``None`` where a value is not plain."""
-    def to_tables(self, planner_data: Any, storage_meta: dict[str, Any], version: str) -> bytes | None:
-        """The tables of an index, without parts; ``None`` where a value is not plain."""
 
 class TensorKey:
     """A tensor as the metadata describes it; ``chunk_list`` is a number for ``MetadataColumns.chunk_list``."""
@@ -720,7 +718,6 @@ def encode_index(
     metadata_digest: int,
     notes: Sequence[tuple[str, str]],
     files: Sequence[RankFile],
-    tables: bytes = b"",
     has_sums: bool = False,
 ) -> bytes: ...
 def parse_index(bytes: bytes, where: str) -> Index: ...

@@ -406,19 +406,6 @@ py::object write_metadata_pickle(const MetadataColumns& columns, const py::objec
   }
 }
 
-py::object write_tables(const MetadataColumns& columns, const py::object& planner_data, const py::dict& storage_meta,
-                        const std::string& version) {
-  storage::ByteWriter out;
-  storage::encode_columns(columns, out);
-  storage::PlainEncoder plain(out);
-  try {
-    write_plain(py::make_tuple(planner_data, storage_meta, version), plain);
-  } catch (const NotPlain&) {
-    return py::none();
-  }
-  return py::bytes(out.bytes());
-}
-
 ParsedMetadata read_tables(const py::bytes& data, const std::string& where) {
   storage::ByteReader reader(data, where + ", tables");
   MetadataColumns columns = storage::parse_columns(reader);
@@ -527,7 +514,6 @@ void define_metadata(py::module_& module) {
            })
       .def("part", &part_at)
       .def("to_pickle", &write_metadata_pickle, py::arg("planner_data"), py::arg("storage_meta"), py::arg("version"))
-      .def("to_tables", &write_tables, py::arg("planner_data"), py::arg("storage_meta"), py::arg("version"));
   py::class_<PartsOfFiles>(module, "SavedParts")
       .def(py::init<const MetadataColumns&>(), py::arg("columns"), py::keep_alive<1, 2>())
       .def("of_file", &PartsOfFiles::of_file, py::arg("path"))

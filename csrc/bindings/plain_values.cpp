@@ -22,17 +22,17 @@ constexpr size_t kMaxKeyMembers = 64;
 
 class PlainWriter {
  public:
-  explicit PlainWriter(core::PlainSink& sink) : sink_(sink) {}
+  explicit PlainWriter(core::PickleWriter& out) : out_(out) {}
 
   void write(PyObject* value, int depth) {
     if (depth > kMaxDepth) throw NotPlain("is nested too deeply");
-    if (value == Py_None) return sink_.none();
-    if (PyBool_Check(value)) return sink_.boolean(value == Py_True);
+    if (value == Py_None) return out_.none();
+    if (PyBool_Check(value)) return out_.boolean(value == Py_True);
     if (PyLong_CheckExact(value)) return write_integer(value);
-    if (PyFloat_CheckExact(value)) return sink_.number(PyFloat_AS_DOUBLE(value));
-    if (PyUnicode_CheckExact(value)) return sink_.text(to_utf8(value));
+    if (PyFloat_CheckExact(value)) return out_.number(PyFloat_AS_DOUBLE(value));
+    if (PyUnicode_CheckExact(value)) return out_.text(to_utf8(value));
     if (PyBytes_CheckExact(value))
-      return sink_.bytes(static_cast<std::string_view>(py::reinterpret_borrow<py::bytes>(value)));
+      return out_.bytes(static_cast<std::string_view>(py::reinterpret_borrow<py::bytes>(value)));
     write_container(value, depth);
   }
 
@@ -41,18 +41,18 @@ class PlainWriter {
     int overflow = 0;
     const long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
     if (overflow != 0) throw NotPlain("has an integer beyond int64");
-    sink_.integer(number);
+    out_.integer(number);
   }
 
   void write_container(PyObject* value, int depth) {
-    if (const auto known = shared_.find(value); known != shared_.end()) return sink_.same(known->second);
+    if (const auto known = shared_.find(value); known != shared_.end()) return out_.get(known->second);
     const PlainKind kind = PyTuple_CheckExact(value)  ? PlainKind::kTuple
                            : PyList_CheckExact(value) ? PlainKind::kList
                            : PyDict_CheckExact(value) ? PlainKind::kDict
                                                       : PlainKind::kNone;
     if (kind == PlainKind::kNone) throw NotPlain(core::concat("is of type ", Py_TYPE(value)->tp_name));
     const auto count = static_cast<size_t>(PyObject_Size(value)) * (kind == PlainKind::kDict ? 2 : 1);
-    sink_.begin(kind, count);
+    out_.begin(kind, count);
     if (kind == PlainKind::kDict) {
       PyObject *key = nullptr, *member = nullptr;
       for (Py_ssize_t at = 0; PyDict_Next(value, &at, &key, &member) != 0;) {
@@ -64,12 +64,12 @@ class PlainWriter {
         write(PySequence_Fast_GET_ITEM(value, at), depth + 1);
       }
     }
-    sink_.end(kind, count);
+    out_.end(kind, count);
     // What nobody else holds does not come again.
-    if (Py_REFCNT(value) > 1) shared_.emplace(value, sink_.share());
+    if (Py_REFCNT(value) > 1) shared_.emplace(value, out_.put(false));
   }
 
-  core::PlainSink& sink_;
+  core::PickleWriter& out_;
   std::unordered_map<PyObject*, uint32_t> shared_;
 };
 
@@ -220,7 +220,7 @@ class EncodedValues {
 
 }  // namespace
 
-void write_plain(const py::handle& value, core::PlainSink& sink) { PlainWriter(sink).write(value.ptr(), 0); }
+void write_plain(const py::handle& value, core::PickleWriter& out) { PlainWriter(out).write(value.ptr(), 0); }
 
 py::object plain_of_pickle(const PickleGraph& graph, PickleGraph::Id value) {
   return PickledValues(graph).of(value, 0);

@@ -251,9 +251,9 @@ void define_index(py::module_& module) {
 }
 
 py::bytes encode_index_py(std::string_view save_id, int64_t metadata_bytes, uint64_t metadata_digest, Notes notes,
-                          std::vector<SavedFile> files, std::string tables, bool has_sums) {
-  return encode_index({to_save_id(save_id), metadata_bytes, metadata_digest, std::move(notes), std::move(files),
-                       std::move(tables), has_sums});
+                          std::vector<SavedFile> files, bool has_sums) {
+  return encode_index(
+      {to_save_id(save_id), metadata_bytes, metadata_digest, std::move(notes), std::move(files), {}, has_sums});
 }
 
 // Opens a file that ends with a footer and takes the checksums from there.
@@ -567,8 +567,7 @@ void define_storage(py::module_& module) {
     return digest_of({static_cast<const char*>(memory.ptr), static_cast<size_t>(memory.size * memory.itemsize)});
   });
   module.def("encode_index", &encode_index_py, py::arg("save_id"), py::arg("metadata_bytes"),
-             py::arg("metadata_digest"), py::arg("notes"), py::arg("files"), py::arg("tables") = py::bytes(),
-             py::arg("has_sums") = false);
+             py::arg("metadata_digest"), py::arg("notes"), py::arg("files"), py::arg("has_sums") = false);
   module.def("find_storages", &find_storages, py::arg("data"), Unlocked());
   module.def(
       "check_pickle_keys",

@@ -4,11 +4,11 @@
 // that were written before are taken from the memo.
 #pragma once
 
+#include <cstdint>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
-
-#include "core/plain_sink.h"
 
 namespace torchtitan_ext::core {
 
@@ -28,20 +28,23 @@ enum class PickleOp : uint8_t {
   kStackGlobal = 0x93,
 };
 
-class PickleWriter : public PlainSink {
+// The kinds of plain values: None, numbers, texts, and tuples, lists and dicts of them. In the tables of an index kSame
+// stands for a container that was there before.
+enum class PlainKind : uint8_t { kNone, kBool, kInt, kFloat, kText, kBytes, kTuple, kList, kDict, kSame };
+
+class PickleWriter {
  public:
   PickleWriter();
 
-  void none() override { byte('N'); }
-  void boolean(bool value) override { byte(value ? 0x88 : 0x89); }
-  void integer(int64_t value) override;
-  void number(double value) override;
-  void text(std::string_view utf8) override { shared_text(utf8, false); }
-  void bytes(std::string_view value) override;
-  void begin(PlainKind kind, size_t num_members) override;
-  void end(PlainKind kind, size_t num_members) override;
-  uint32_t share() override { return put(false); }
-  void same(uint32_t shared) override { get(shared); }
+  void none() { byte('N'); }
+  void boolean(bool value) { byte(value ? 0x88 : 0x89); }
+  void integer(int64_t value);
+  void number(double value);
+  void text(std::string_view utf8) { shared_text(utf8, false); }
+  void bytes(std::string_view value);
+  // A kTuple, kList or kDict and its members, keys and values in turn.
+  void begin(PlainKind kind, size_t num_members);
+  void end(PlainKind kind, size_t num_members);
 
   void op(PickleOp operation) { byte(static_cast<uint8_t>(operation)); }
   // The number of a text in the memo; writes it, or what takes it from there.

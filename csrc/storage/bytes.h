@@ -35,9 +35,6 @@ class ByteWriter {
     return *this;
   }
 
-  // Changes a byte that was written.
-  void set(size_t position, uint8_t value) { bytes_[position] = static_cast<char>(value); }
-
   size_t size() const { return bytes_.size(); }
   const std::string& bytes() const { return bytes_; }
   std::string take() { return std::move(bytes_); }

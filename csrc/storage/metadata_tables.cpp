@@ -1,6 +1,7 @@
 #include "storage/metadata_tables.h"
 
-#include <bit>
+#include <cstdint>
+#include <vector>
 
 namespace torchtitan_ext::storage {
 namespace {
@@ -74,80 +75,6 @@ void parse_tensor(ByteReader& reader, const MetadataColumns& columns, uint8_t fl
 }
 
 }  // namespace
-
-void PlainEncoder::boolean(bool value) {
-  kind(core::PlainKind::kBool);
-  out_.number(static_cast<uint8_t>(value));
-}
-
-void PlainEncoder::integer(int64_t value) {
-  kind(core::PlainKind::kInt);
-  out_.number(value);
-}
-
-void PlainEncoder::number(double value) {
-  kind(core::PlainKind::kFloat);
-  out_.number(std::bit_cast<uint64_t>(value));
-}
-
-void PlainEncoder::text(std::string_view utf8) {
-  kind(core::PlainKind::kText);
-  out_.text(utf8);
-}
-
-void PlainEncoder::bytes(std::string_view value) {
-  kind(core::PlainKind::kBytes);
-  out_.text(value);
-}
-
-void PlainEncoder::begin(core::PlainKind container, size_t num_members) {
-  kind(container);
-  open_.push_back(out_.size());
-  out_.number(uint8_t{0}).number(static_cast<uint64_t>(num_members));
-}
-
-void PlainEncoder::end(core::PlainKind /*kind*/, size_t /*num_members*/) {
-  ended_ = open_.back();
-  open_.pop_back();
-}
-
-uint32_t PlainEncoder::share() {
-  out_.set(ended_, 1);
-  return num_shared_++;
-}
-
-void PlainEncoder::same(uint32_t shared) {
-  kind(core::PlainKind::kSame);
-  out_.number(shared);
-}
-
-void encode_columns(const MetadataColumns& columns, ByteWriter& out) {
-  out.number(static_cast<uint64_t>(columns.names.size()));
-  for (size_t number = 0; number < columns.names.size(); ++number) {
-    out.text(columns.names[static_cast<uint32_t>(number)]);
-  }
-  out.number(static_cast<uint64_t>(columns.sizes.size()));
-  for (size_t number = 0; number < columns.sizes.size(); ++number) {
-    const auto sizes = columns.sizes[static_cast<uint32_t>(number)];
-    out.number(static_cast<uint8_t>(sizes.size()));
-    for (const int64_t size : sizes) out.number(size);
-  }
-  out.number(static_cast<uint64_t>(columns.chunk_lists().size()));
-  for (const auto& chunks : columns.chunk_lists()) {
-    out.number(static_cast<uint64_t>(chunks.size()));
-    for (const SavedChunk& chunk : chunks) out.number(chunk.offsets).number(chunk.sizes);
-  }
-  out.number(static_cast<uint64_t>(columns.keys().size()));
-  for (const SavedKey& key : columns.keys()) {
-    const auto flags =
-        static_cast<uint8_t>((key.is_tensor ? kTensorFlag : 0) | (key.requires_grad ? kRequiresGradFlag : 0) |
-                             (key.pin_memory ? kPinMemoryFlag : 0));
-    out.number(key.fqn).number(flags);
-    if (!key.is_tensor) continue;
-    out.number(key.sizes).number(key.dtype).number(key.layout);
-    out.number(static_cast<uint8_t>(key.memory_format)).number(key.chunk_list);
-  }
-}
 
 MetadataColumns parse_columns(ByteReader& reader) {
   MetadataColumns columns;

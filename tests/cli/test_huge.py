@@ -12,15 +12,21 @@ from pathlib import Path
 import pytest
 import torch
 from calls import call
+from checkpoints import tables_of, with_tables
 from extent import IS_FULL, SOAK
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 import torchtitan_ext as tte
 from torchtitan_ext import _core
 from torchtitan_ext.cli.output import DIFFERS, FINE, UNREADABLE
 from torchtitan_ext.storage import FileWriter
 from torchtitan_ext.storage.formats.safetensors_files import lay_out
-from torchtitan_ext.storage.metadata.metadata_file import columns_of
 
 ROOT = Path(__file__).parents[2]
 NUM_KEYS = 100_000 if IS_FULL else 25_000
@@ -34,12 +40,11 @@ def described(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = torch.Size([4, 8])
     chunks = [ChunkStorageMetadata(torch.Size([0, 0]), sizes)]
     entry = TensorStorageMetadata(TensorProperties(torch.float32), sizes, chunks)
-    columns = columns_of({f"layers.{number}.weight": entry for number in range(NUM_KEYS)})
-    assert columns is not None
-    tables = columns.to_tables({}, {"save_id": "0" * 32}, "1.0.0")
+    metadata = Metadata({f"layers.{number}.weight": entry for number in range(NUM_KEYS)}, planner_data={})
+    metadata.storage_meta, metadata.version = StorageMeta(save_id="0" * 32), "1.0.0"
     path: Path = tmp_path_factory.mktemp("described") / "step-1"
     path.mkdir()
-    (path / ".tte_index").write_bytes(_core.encode_index(bytes(16), -1, 0, [], [], tables))
+    (path / ".tte_index").write_bytes(with_tables(_core.encode_index(bytes(16), -1, 0, [], []), tables_of(metadata)))
     return path
 
 

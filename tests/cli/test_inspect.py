@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from calls import STATE, call, call_importing, make
+from checkpoints import of_single_rank
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from torchtitan_ext.cli.output import FINE, UNREADABLE, WRONG_USAGE
 from torchtitan_ext.state.nested import flat_keys
-from torchtitan_ext.storage import FileWriter
 
 KINDS = ["stock", "ours", "ours without .metadata", "safetensors directory", "safetensors", "torch"]
 SHAPES = {fqn: list(value.shape) for fqn, value in STATE.items() if isinstance(value, torch.Tensor)}
@@ -220,7 +220,7 @@ def test_chunks_of_dcps_writer_for_hugging_face(tmp_path: Path) -> None:
 
 def test_each_rank_with_metadata_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "own"
-    dcp.save({"w": torch.ones(3)}, storage_writer=FileWriter(path, sync=False), no_dist=True, use_collectives=False)
+    of_single_rank(path, {"w": torch.ones(3)})
     done = call("inspect", path)
     assert done.code == UNREADABLE and "each rank has metadata of its own (rank 0)" in done.err
     assert call("inspect", path, "--rank", 0, "--json").json["keys"][0]["shape"] == [3]

@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import warm_processes
 from calls import call, call_importing, make
-from checkpoints import shared_steps
+from checkpoints import of_single_rank, shared_steps
 
 import torchtitan_ext as tte
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint import CpuStager
 from torchtitan_ext.cli.output import DIFFERS, FINE, UNREADABLE, WRONG_USAGE
-from torchtitan_ext.storage import FileWriter
 from torchtitan_ext.storage.commit import branch
 from torchtitan_ext.storage.runs.listing import list_steps
 
@@ -27,7 +25,7 @@ BEGIN_SAVE = """
 import os, sys
 from pathlib import Path
 from torchtitan_ext.storage.commit.commit import begin_save
-save = begin_save(Path(sys.argv[1]), sys.argv[2] * 32, None)
+save = begin_save(Path(sys.argv[1]), sys.argv[2] * 32)
 (save.place.directory / save.place.data_name("__0_")).write_bytes(bytes(5000))
 print("begun", flush=True)
 sys.stdin.read()
@@ -82,8 +80,7 @@ def test_other_kinds_of_steps_are_told_apart(tmp_path: Path) -> None:
     make(tmp_path / "step-1", "stock")
     make(tmp_path / "step-2", "ours without .metadata")
     make(tmp_path / "step-3", "safetensors directory")
-    writer = FileWriter(tmp_path / "step-4", sync=False)
-    dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True, use_collectives=False)
+    of_single_rank(tmp_path / "step-4", {"w": torch.ones(3)})
     states = [(step["state"], step["format"]) for step in call("ls", tmp_path, "--json").json["steps"]]
     assert states == [("finished", "dcp"), ("finished", "dcp"), ("other", "safetensors"), ("other", "dcp")]
     assert call("gc", tmp_path, "--keep", 1, "--yes").code == FINE

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from calls import call, call_importing, flip, make, patch_metadata
+from checkpoints import of_single_rank
 from torch.utils.serialization import config
 
 from torchtitan_ext.cli.output import DIFFERS, FINE, UNREADABLE
-from torchtitan_ext.storage import FileWriter
 from torchtitan_ext.storage.inspect.verify import find_damage, verify
 
 KINDS = ["stock", "ours", "ours without .metadata", "safetensors directory", "safetensors", "torch"]
@@ -208,8 +208,7 @@ def test_an_index_of_safetensors_is_compared_with_the_files(tmp_path: Path) -> N
 
 def test_ranks_with_metadata_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "own"
-    writer = FileWriter(path, sync=False)
-    dcp.save({"w": torch.ones(300_000)}, storage_writer=writer, no_dist=True, use_collectives=False)
+    of_single_rank(path, {"w": torch.ones(300_000)})
     assert call("verify", path, "--deep").code == FINE
     (data,) = path.glob("*.distcp")
     flip(data, 500_000)

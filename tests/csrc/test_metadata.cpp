@@ -269,10 +269,38 @@ TEST(MetadataPickle, DamagedBytesAreAnErrorOrHoldTogether) {
   EXPECT_GT(num_read, 0);
 }
 
+// As version 0.2 wrote them.
+void encode_columns(const MetadataColumns& columns, storage::ByteWriter& out) {
+  out.number(static_cast<uint64_t>(columns.names.size()));
+  for (size_t number = 0; number < columns.names.size(); ++number) {
+    out.text(columns.names[static_cast<uint32_t>(number)]);
+  }
+  out.number(static_cast<uint64_t>(columns.sizes.size()));
+  for (size_t number = 0; number < columns.sizes.size(); ++number) {
+    const auto sizes = columns.sizes[static_cast<uint32_t>(number)];
+    out.number(static_cast<uint8_t>(sizes.size()));
+    for (const int64_t size : sizes) out.number(size);
+  }
+  out.number(static_cast<uint64_t>(columns.chunk_lists().size()));
+  for (const auto& chunks : columns.chunk_lists()) {
+    out.number(static_cast<uint64_t>(chunks.size()));
+    for (const SavedChunk& chunk : chunks) out.number(chunk.offsets).number(chunk.sizes);
+  }
+  out.number(static_cast<uint64_t>(columns.keys().size()));
+  for (const SavedKey& key : columns.keys()) {
+    const auto flags =
+        static_cast<uint8_t>((key.is_tensor ? 1 : 0) | (key.requires_grad ? 2 : 0) | (key.pin_memory ? 4 : 0));
+    out.number(key.fqn).number(flags);
+    if (!key.is_tensor) continue;
+    out.number(key.sizes).number(key.dtype).number(key.layout);
+    out.number(static_cast<uint8_t>(key.memory_format)).number(key.chunk_list);
+  }
+}
+
 TEST(MetadataTables, ReadBackAndDamaged) {
   MetadataColumns columns = small_columns();
   storage::ByteWriter out;
-  storage::encode_columns(columns, out);
+  encode_columns(columns, out);
   const std::string bytes = out.take();
   const auto read = [](const std::string& encoded) {
     storage::ByteReader reader(encoded, "tables");

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from boxed_tensors import CASES, cut, parts
+from checkpoints import with_tables, without_metadata
 from extent import SOAK
 from models import local_of, poison
 from random_layouts import MESH_SHAPES, build, random_layouts, random_truth
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import torchtitan_ext as tte
 from torchtitan_ext import _core
 from torchtitan_ext.errors import ProofFailedError, WrongValueError
-from torchtitan_ext.storage import FileReader, FileWriter
+from torchtitan_ext.storage import FileReader
 
 RunWorld = Callable[..., list[Any]]
 
@@ -116,9 +116,8 @@ def state_of(mesh_shape: tuple[int, ...], placements: list[Any], first: float = 
     return {name: distribute_tensor(whole + add, mesh, placements) for add, name in enumerate(["w_a", "w_b", "w_c"])}
 
 
-def save_layout(rank: int, world_size: int, layout: int, path: Path, stock_metadata: bool) -> None:
-    writer = FileWriter(path, fingerprints=True, stock_metadata=stock_metadata)
-    tte.save(state_of(*LAYOUTS[layout]), storage_writer=writer)
+def save_layout(rank: int, world_size: int, layout: int, path: Path) -> None:
+    tte.save(state_of(*LAYOUTS[layout]), path, fingerprints=True)
 
 
 def swap_entries(path: Path, how: str) -> None:
@@ -142,8 +141,8 @@ def swap_entries(path: Path, how: str) -> None:
         files.append(_core.RankFile(*places, records, file.sums))
     num_bytes = len(content) if content else -1
     notes = list(index.notes.items())
-    sealed = _core.encode_index(index.save_id, num_bytes, _core.digest(content), notes, files, index.tables, True)
-    (path / ".tte_index").write_bytes(sealed)
+    sealed = _core.encode_index(index.save_id, num_bytes, _core.digest(content), notes, files, has_sums=True)
+    (path / ".tte_index").write_bytes(with_tables(sealed, index.tables) if index.tables else sealed)
 
 
 def load_swapped(rank: int, world_size: int, layout: int, path: Path) -> None:
@@ -168,10 +167,11 @@ def load_swapped(rank: int, world_size: int, layout: int, path: Path) -> None:
 @pytest.mark.parametrize("how", ["metadata only", "records too", "no metadata"])
 @pytest.mark.parametrize("layout", range(len(LAYOUTS)), ids=LAYOUT_IDS)
 def test_two_swapped_entries_are_found(run_world: RunWorld, tmp_path: Path, layout: int, how: str) -> None:
-    has_metadata = how != "no metadata"
     saved_by = (layout + 3) % len(LAYOUTS)
     world = torch.Size(LAYOUTS[saved_by][0]).numel()
-    run_world(world, save_layout, saved_by, tmp_path / "step-1", has_metadata)
+    run_world(world, save_layout, saved_by, tmp_path / "step-1")
+    if how == "no metadata":
+        without_metadata(tmp_path / "step-1")
     swap_entries(tmp_path / "step-1", "records too" if how == "no metadata" else how)
     run_world(torch.Size(LAYOUTS[layout][0]).numel(), load_swapped, layout, tmp_path / "step-1")
 
@@ -225,23 +225,6 @@ def prove_boxes(rank: int, world_size: int, case: str, path: Path) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_tensors_with_boxes_of_their_own(run_world: RunWorld, tmp_path: Path, case: str) -> None:
     run_world(len(CASES[case][1]), prove_boxes, case, tmp_path)
-
-
-def prove_ranks_alone(rank: int, world_size: int, path: Path) -> None:
-    state = {**state_of((2,), [Shard(0)]), "plain": torch.arange(3), "copies": torch.arange(4)}
-    writer = FileWriter(path, fingerprints=True)
-    dcp.save(state, storage_writer=writer, planner=tte.SavePlanner(), use_collectives=False)
-    report = tte.load(state, path, prove=True)
-    assert report is not None and report.proof is not None and sorted(report.proof.proved) == sorted(state), report
-    reader = FlippingReader(path)
-    reader.local = local_of(state["w_b"]) if rank == 1 else None
-    with pytest.raises(ProofFailedError) as raised:
-        tte.load(state, storage_reader=reader, prove=True)
-    assert [(part.fqn, part.ranks) for part in raised.value.parts] == [("w_b", (1,))]
-
-
-def test_each_rank_with_metadata_of_its_own(run_world: RunWorld, tmp_path: Path) -> None:
-    run_world(2, prove_ranks_alone, tmp_path)
 
 
 def prove_alone(rank: int, world_size: int, path: Path) -> None:

@@ -444,6 +444,12 @@ def test_unknown_options_are_refused() -> None:
         tte.install(branch="aside")
 
 
+def test_saves_of_single_ranks_keep_stocks_writer(tmp_path: Path) -> None:
+    with tte.integrations.installed():
+        dcp.save({"w": torch.arange(9.0)}, checkpoint_id=tmp_path, no_dist=True, use_collectives=False)
+    assert (tmp_path / "__0.metadata").exists() and not list(tmp_path.glob("*.tte_index*"))
+
+
 @pytest.mark.filterwarnings("ignore:.*is overwritten")
 def test_a_run_that_is_set_back(tmp_path: Path) -> None:
     def save(step: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoints import shared_file, shared_steps
+from checkpoints import of_single_rank, shared_file, shared_steps
 from golden.generate import golden_state, shared_golden_state, small_golden_state
 from states import blank, differences, load, save
 
@@ -40,6 +40,16 @@ def test_the_one_without_metadata_loads(verify: Any) -> None:
 
 
 @pytest.mark.parametrize("verify", ["auto", "all", "none"])
+def test_one_of_a_single_rank_loads(tmp_path: Path, verify: Any) -> None:
+    path = of_single_rank(tmp_path / "own", golden_state())
+    loaded = blank(golden_state())
+    dcp.load(loaded, storage_reader=FileReader(path, verify), planner=tte.LoadPlanner(), no_dist=True)
+    assert differences(loaded, golden_state()) == []
+    (data,) = path.glob("*.distcp")
+    assert [line.name for line in path.glob("__0.tte_index.*")] == [f"__0.tte_index.{save_id_of(data.name)}"]
+
+
+@pytest.mark.parametrize("verify", ["auto", "all", "none"])
 def test_the_one_that_shares_a_file_loads(verify: Any) -> None:
     path = GOLDEN / "version_1_shared"
     shared = [name for name in map(sharing_save, os.listdir(path)) if name is not None]
@@ -56,7 +66,7 @@ def check_shared(path: Path) -> None:
     assert differences(loaded, shared_golden_state()) == []
     verdict = verify(path, is_deep=True)
     assert not verdict.damages and not verdict.unproved and is_whole(path)
-    assert find_dead_files(path, None) == []
+    assert find_dead_files(path) == []
 
 
 @pytest.mark.parametrize("gone", [0, 1, 2])
@@ -124,7 +134,7 @@ def test_without_its_metadata_a_checkpoint_with_a_shared_file_is_no_leftover(tmp
     """Its files have ids in their names, as those of a save in place that died have."""
     for step in shared_steps(tmp_path):
         (step / ".metadata").unlink()
-        assert find_dead_files(step, None) == []
+        assert find_dead_files(step) == []
 
 
 def test_names_say_who_wrote_a_file_and_whose_it_is() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import warm_processes
+from checkpoints import without_metadata
 from safetensors.torch import save_file
 
 import torchtitan_ext as tte
@@ -89,8 +90,9 @@ def make(path: Path, kind: str, state: dict[str, Any] = STATE) -> Path:
     if kind == "stock":
         dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(path), no_dist=True)
     elif kind in ("ours", "ours without .metadata"):
-        writer = FileWriter(path, sync=False, stock_metadata=kind == "ours")
-        tte.save(dict(state), storage_writer=writer, no_dist=True)
+        tte.save(dict(state), storage_writer=FileWriter(path, sync=False), no_dist=True)
+        if kind != "ours":
+            without_metadata(path)
     elif kind == "safetensors directory":
         save_directory(path, tensors)
     elif kind == "safetensors":

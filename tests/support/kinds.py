@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from calls import make, patch_metadata
+from checkpoints import of_single_rank
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from torchtitan_ext.checkpoint.tables.component import WORLD_KEY
-from torchtitan_ext.storage import FileWriter
 
 STATE: dict[str, Any] = {
     "layers.0.wq": torch.arange(48, dtype=torch.float32).view(8, 6),
@@ -113,8 +113,7 @@ def with_value(path: Path) -> None:
 
 
 def own_metadata(path: Path) -> None:
-    writer = FileWriter(path, sync=False)
-    dcp.save(dict(STATE), storage_writer=writer, no_dist=True, use_collectives=False)
+    of_single_rank(path, dict(STATE))
 
 
 def other_files(path: Path) -> None:

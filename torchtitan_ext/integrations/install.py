@@ -49,7 +49,7 @@ _STOCK = format_utils
 OPTIONS: Mapping[type, tuple[str, ...]] = {
     SavePlanner: ("layouts", "replicas", "hash_replicas"),
     LoadPlanner: ("layouts", "cast", "allow_unclaimed", "weights_only", "allow_classes"),
-    FileWriter: ("sync", "thread_count", "stock_metadata", "branch"),
+    FileWriter: ("sync", "thread_count", "branch"),
     ObjectWriter: ("thread_count",),
     FileReader: ("verify", "thread_count"),
     SafetensorsWriter: ("sync", "thread_count"),
@@ -242,7 +242,8 @@ def _is_ours(function: Any) -> bool:
 
 def _replace_in_save(settings: Settings, passed: dict[str, Any]) -> None:
     passed["planner"] = _planner(settings, passed.get("planner"), SavePlanner, DefaultSavePlanner, _OF_SAVE_PLANNER)
-    passed["storage_writer"] = _writer(settings, passed["storage_writer"], passed["planner"])
+    if passed.get("use_collectives", True):  # our files are of all ranks
+        passed["storage_writer"] = _writer(settings, passed["storage_writer"], passed["planner"])
 
 
 def _replace_in_load(settings: Settings, passed: dict[str, Any]) -> None:
@@ -258,6 +259,8 @@ def _replace_in_load(settings: Settings, passed: dict[str, Any]) -> None:
 def _replace_in_executor(settings: Settings, passed: dict[str, Any]) -> None:
     """Before the save's thread starts, or its arguments are pickled for a process in which nothing is installed."""
     passed["planner"] = _planner(settings, passed.get("planner"), SavePlanner, DefaultSavePlanner, _OF_SAVE_PLANNER)
+    if not passed.get("use_collectives", True):
+        return
     writer, path = passed.get("storage_writer"), passed.get("checkpoint_id")
     if writer is None and path is not None and FileWriter.validate_checkpoint_id(path):
         # Make stock's writer for its defaults: torch has announced another default for ``overwrite``.

@@ -291,7 +291,7 @@ HOLDS = """
 import sys, time
 from pathlib import Path
 from torchtitan_ext.storage.commit.commit import begin_save
-save = begin_save(Path(sys.argv[1]), "5" * 32, None)
+save = begin_save(Path(sys.argv[1]), "5" * 32)
 print("held", flush=True)
 time.sleep(60)
 """
@@ -323,7 +323,7 @@ def test_two_jobs_in_one_place(tmp_path: Path, other_job: Any) -> None:
 
 def test_the_stage_of_a_lock_that_cannot_be_read_yet_stays(tmp_path: Path, other_job: Any) -> None:
     """Another machine sees a lock before what its owner has written into it."""
-    commit.lock_path(tmp_path / "step-1", None).write_text("")
+    commit.lock_path(tmp_path / "step-1").write_text("")
     save_step(tmp_path / "step-2", 2)
     assert f".tte-{'5' * 32}" in names(tmp_path)
 
@@ -337,7 +337,7 @@ def test_any_save_of_a_run_cleans_up_after_dead_ones(tmp_path: Path, other_job: 
 
 
 def written_by_another_machine(path: Path, seconds_ago: float) -> Path:
-    lock = commit.lock_path(path, None)
+    lock = commit.lock_path(path)
     owner = save_lock.Owner("7" * 32, str(path), "node-7", "another boot", 4711, 4711, "1", 1e9)
     lock.write_text(json.dumps(owner.__dict__) + "\n" + json.dumps({"is_staged": True}) + "\n")
     os.utime(lock, (0, os.stat(lock).st_mtime - seconds_ago))
@@ -368,15 +368,15 @@ def test_a_lock_without_its_first_line_is_dead_after_two_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(save_lock, "_EMPTY_SECONDS", 0.3)
-    commit.lock_path(tmp_path / "step-1", None).write_text('{"save_id"')
+    commit.lock_path(tmp_path / "step-1").write_text('{"save_id"')
     save_step(tmp_path / "step-1", 1)
     assert names(tmp_path) == ["step-1"]
 
 
 def test_a_living_save_touches_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_lock, "HEARTBEAT_SECONDS", 0.05)
-    running = commit.begin_save(tmp_path / "step-1", "1" * 32, None)
-    lock = commit.lock_path(tmp_path / "step-1", None)
+    running = commit.begin_save(tmp_path / "step-1", "1" * 32)
+    lock = commit.lock_path(tmp_path / "step-1")
     os.utime(lock, (0, 0))
     for _ in range(200):
         if os.stat(lock).st_mtime > 0:
@@ -390,13 +390,13 @@ def test_a_living_save_touches_its_lock(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("foreign", [False, True])
 def test_who_was_taken_for_dead_does_not_commit(tmp_path: Path, foreign: bool) -> None:
     target = saved_step(tmp_path, foreign)
-    stopped = commit.begin_save(target, "1" * 32, None)
+    stopped = commit.begin_save(target, "1" * 32)
     save_step(target, 2)  # this thread's earlier save has ended
     with pytest.raises((SaveInProgressError, FileNotFoundError)):
         stopped.commit(b"index", b"metadata", sync=False)
     check_step(target, 2)
-    running = commit.begin_save(target, "2" * 32, None)
-    commit.lock_path(target, None).unlink()
+    running = commit.begin_save(target, "2" * 32)
+    commit.lock_path(target).unlink()
     written_by_another_machine(target, 0)
     with pytest.raises(SaveInProgressError, match="node-7"):
         running.commit(b"index", b"metadata", sync=False)

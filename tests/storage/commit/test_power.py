@@ -162,15 +162,13 @@ def test_the_names_of_new_directories_are_synced(tmp_path: Path, synced: list[st
     assert sorted(synced[-3:]) == [str(path) for path in (tmp_path, tmp_path / "runs", run)]
 
 
-@pytest.mark.parametrize("use_collectives", [True, False])
 def test_the_name_of_a_new_target_is_synced_where_it_is_filled_in_place(
-    tmp_path: Path, synced: list[str], monkeypatch: pytest.MonkeyPatch, use_collectives: bool
+    tmp_path: Path, synced: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No rename gives it a name: a mounted file system cannot exchange directories, or each rank has its metadata."""
-    monkeypatch.setattr(_core, "is_on_fuse", lambda path: use_collectives)
+    """No rename gives it a name: a mounted file system cannot exchange directories."""
+    monkeypatch.setattr(_core, "is_on_fuse", lambda path: True)
     run = tmp_path / "run"
-    writer = FileWriter(run / "step-1")
-    dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True, use_collectives=use_collectives)
+    dcp.save({"w": torch.ones(3)}, storage_writer=FileWriter(run / "step-1"), no_dist=True)
     assert {str(tmp_path), str(run), str(run / "step-1")} <= set(synced)
 
 

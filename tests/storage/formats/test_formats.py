@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from checkpoints import without_metadata
 from safetensors.torch import save_file
 from states import save
 
@@ -25,7 +26,8 @@ def make(path: Path, kind: str) -> Path:
     elif kind == "ours":
         save(STATE, FileWriter(path, sync=False))
     elif kind == "ours without .metadata":
-        save(STATE, FileWriter(path, sync=False, stock_metadata=False))
+        save(STATE, FileWriter(path, sync=False))
+        without_metadata(path)
     elif kind == "of one rank":
         path.mkdir()
         (path / "__3.metadata").touch()

@@ -41,6 +41,3 @@ if __name__ == "__main__":
     os.chdir(Path(__file__).parent)
     # A relative path: the checkpoint remembers where it was saved.
     dcp.save(golden_state(), storage_writer=FileWriter("version_1"), no_dist=True)
-    # The same without `.metadata`, of what is small.
-    writer = FileWriter("version_1_index_alone", stock_metadata=False)
-    dcp.save(small_golden_state(), storage_writer=writer, no_dist=True)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from checkpoints import without_metadata
 from extent import num_cases
 from limits import in_limits
 from states import save
@@ -144,7 +145,8 @@ def reseal(index: bytes) -> bytes:
 
 
 def test_hostile_indexes(tmp_path: Path) -> None:
-    save({"w": torch.ones(4, 8), "step": 3}, FileWriter(tmp_path, sync=False, stock_metadata=False), tte.SavePlanner())
+    save({"w": torch.ones(4, 8), "step": 3}, FileWriter(tmp_path, sync=False), tte.SavePlanner())
+    without_metadata(tmp_path)
     content = (tmp_path / ".tte_index").read_bytes()
     source = random.Random(2)
     num_refused = 0

@@ -1,6 +1,5 @@
-"""`FileWriter(stock_metadata=False)`: the index says all that `.metadata` would, to every planner."""
+"""Checkpoints of version 0.2 without `.metadata`: the index says all that it would, to every planner."""
 
-import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from checkpoints import without_metadata
 from states import blank, differences, load, mixed_state, save
 
 import torchtitan_ext as tte
-from torchtitan_ext.errors import CheckpointFailedError, DamagedCheckpointError, StateRefusedError
+from torchtitan_ext.errors import DamagedCheckpointError, StateRefusedError
 from torchtitan_ext.storage import FileReader, FileWriter
 
 INDEX = ".tte_index"
@@ -22,7 +22,8 @@ INDEX = ".tte_index"
 @pytest.mark.parametrize("verify", ["auto", "all", "none"])
 def test_round_trip(tmp_path: Path, verify: Any, save_planner: Any, load_planner: Any) -> None:
     state = mixed_state() | {"nested": {"list": [torch.ones(3), 4], "name": "x"}}
-    save(state, FileWriter(tmp_path, sync=False, stock_metadata=False), save_planner())
+    save(state, FileWriter(tmp_path, sync=False), save_planner())
+    without_metadata(tmp_path)
     assert not (tmp_path / ".metadata").exists()
     targets = blank(state) | {"nested": {"list": [torch.zeros(3), 0], "name": ""}}
     loaded = load(targets, FileReader(tmp_path, verify), load_planner())
@@ -32,9 +33,9 @@ def test_round_trip(tmp_path: Path, verify: Any, save_planner: Any, load_planner
 
 
 def test_it_says_the_same_as_metadata(tmp_path: Path) -> None:
-    state = mixed_state()
-    for name, stock_metadata in (("with", True), ("without", False)):
-        save(state, FileWriter(tmp_path / name, sync=False, stock_metadata=stock_metadata), tte.SavePlanner())
+    save(mixed_state(), FileWriter(tmp_path / "with", sync=False), tte.SavePlanner())
+    shutil.copytree(tmp_path / "with", tmp_path / "without")
+    without_metadata(tmp_path / "without")
     one, other = (FileReader(tmp_path / name).read_metadata() for name in ("with", "without"))
     assert one.state_dict_metadata == other.state_dict_metadata
     assert one.planner_data == other.planner_data and one.version == other.version
@@ -43,29 +44,29 @@ def test_it_says_the_same_as_metadata(tmp_path: Path) -> None:
     assert [place.index for place in one.storage_data] == [place.index for place in other.storage_data]
 
 
-def test_tte_save_and_load(tmp_path: Path) -> None:
+def test_tte_load(tmp_path: Path) -> None:
     state = mixed_state()
-    writer = FileWriter(tmp_path, sync=False, stock_metadata=False)
-    result = tte.save(state, storage_writer=writer, no_dist=True)
-    assert len(result.metadata.state_dict_metadata) == len(state) + 1  # "settings" has two entries
+    tte.save(state, tmp_path, no_dist=True)
+    without_metadata(tmp_path)
     targets = blank(state)
     tte.load(targets, tmp_path, no_dist=True)
     assert differences(targets, state) == []
 
 
-def test_it_takes_the_place_of_an_older_checkpoint_and_back(tmp_path: Path) -> None:
-    for step, stock_metadata in enumerate((True, False, True, False)):
+def test_a_save_takes_its_place(tmp_path: Path) -> None:
+    for step in range(3):
         state = {"w": torch.full((3,), float(step))}
         with pytest.warns(UserWarning) if step else pytest.warns(UserWarning, match="single process"):
-            save(state, FileWriter(tmp_path, sync=False, stock_metadata=stock_metadata), tte.SavePlanner())
-        assert (tmp_path / ".metadata").exists() == stock_metadata
+            save(state, FileWriter(tmp_path, sync=False), tte.SavePlanner())
         assert differences(load({"w": torch.zeros(3)}, FileReader(tmp_path, "all"), tte.LoadPlanner()), state) == []
+        without_metadata(tmp_path)
     with pytest.raises(BaseException, match="pass overwrite=True"):
         save(state, FileWriter(tmp_path, overwrite=False), tte.SavePlanner())
 
 
 def test_stock_saving_over_it_makes_it_stale(tmp_path: Path) -> None:
-    save({"w": torch.ones(3)}, FileWriter(tmp_path, sync=False, stock_metadata=False), tte.SavePlanner())
+    save({"w": torch.ones(3)}, FileWriter(tmp_path, sync=False), tte.SavePlanner())
+    without_metadata(tmp_path)
     state = {"w": torch.zeros(3), "b": torch.ones(2)}
     save(state, dcp.FileSystemWriter(tmp_path), tte.SavePlanner())
     with pytest.warns(UserWarning, match="saved over by stock"):
@@ -84,7 +85,8 @@ def test_without_either_the_error_names_metadata(tmp_path: Path) -> None:
 
 def test_every_flipped_bit_of_the_index_is_found(tmp_path: Path) -> None:
     state = {"w": torch.ones(4, 8), "step": 3}
-    save(state, FileWriter(tmp_path, sync=False, stock_metadata=False), tte.SavePlanner())
+    save(state, FileWriter(tmp_path, sync=False), tte.SavePlanner())
+    without_metadata(tmp_path)
     content = (tmp_path / INDEX).read_bytes()
     for position in range(len(content)):
         damaged = bytearray(content)
@@ -103,23 +105,12 @@ class PlannerWithClasses(tte.SavePlanner):
 
 
 def test_planner_data_that_only_a_pickle_holds(tmp_path: Path) -> None:
-    writer = FileWriter(tmp_path, sync=False, stock_metadata=False)
-    with pytest.raises(CheckpointFailedError, match="save with stock_metadata=True"):
-        tte.save({"w": torch.ones(3)}, storage_writer=writer, planner=PlannerWithClasses(), no_dist=True)
-    with pytest.raises(FileNotFoundError):
-        FileReader(tmp_path).read_metadata()
     tte.save({"w": torch.ones(3)}, storage_writer=FileWriter(tmp_path), planner=PlannerWithClasses(), no_dist=True)
     assert dcp.FileSystemReader(tmp_path).read_metadata().planner_data["own"] == {1, 2}
 
 
 def test_a_moved_checkpoint(tmp_path: Path) -> None:
-    save({"w": torch.ones(3)}, FileWriter(tmp_path / "a", sync=False, stock_metadata=False), tte.SavePlanner())
+    save({"w": torch.ones(3)}, FileWriter(tmp_path / "a", sync=False), tte.SavePlanner())
+    without_metadata(tmp_path / "a")
     shutil.move(tmp_path / "a", tmp_path / "b")
     assert load({"w": torch.zeros(3)}, FileReader(tmp_path / "b"), tte.LoadPlanner())["w"].sum() == 3
-
-
-def test_what_dcp_save_returns(tmp_path: Path) -> None:
-    writer = FileWriter(tmp_path, sync=False, stock_metadata=False)
-    metadata = dcp.save({"w": torch.ones(3)}, storage_writer=writer, planner=tte.SavePlanner(), no_dist=True)
-    sent = pickle.dumps(metadata)
-    assert len(sent) < 1000 and pickle.loads(sent) == metadata

@@ -147,14 +147,13 @@ def test_damaged_sums_are_refused(tmp_path: Path) -> None:
             _core.parse_index(_core.encode_index(bytes(16), 1, 0, [], [other], has_sums=True), "index")
 
 
-@pytest.mark.parametrize("stock_metadata", [True, False])
-def test_files_have_the_save_id_in_their_names(tmp_path: Path, stock_metadata: bool) -> None:
+def test_files_have_the_save_id_in_their_names(tmp_path: Path) -> None:
     state = mixed_state()
     for _ in range(2):  # the second replaces the first
-        writer = FileWriter(tmp_path / "step-1", fingerprints=True, stock_metadata=stock_metadata)
+        writer = FileWriter(tmp_path / "step-1", fingerprints=True)
         save(state, writer)
         names = sorted(os.listdir(tmp_path / "step-1"))
-        assert names == [*[".metadata"] * stock_metadata, ".tte_index", f"__0_{writer.save_id}.distcp"]
+        assert names == [".metadata", ".tte_index", f"__0_{writer.save_id}.distcp"]
         assert check_sums(tmp_path / "step-1") > 0
         assert differences(load(blank(state), FileReader(tmp_path / "step-1", "all")), state) == []
     assert os.listdir(tmp_path) == ["step-1"]
@@ -180,7 +179,7 @@ def test_saves_of_all_kinds_replace_each_other(tmp_path: Path, pair: tuple[str, 
     assert len(list(path.glob("*.distcp"))) == 1 + (kind == "stock" and pair[0] != "plain")
 
 
-def save_shards(rank: int, world_size: int, path: str, use_collectives: bool) -> None:
+def save_shards(rank: int, world_size: int, path: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     state: dict[str, Any] = {
         "rows": distribute_tensor(torch.arange(35.0).view(7, 5), mesh, [Shard(0)]),
@@ -189,17 +188,13 @@ def save_shards(rank: int, world_size: int, path: str, use_collectives: bool) ->
         "plain": torch.arange(5),
         "value": 3,
     }
-    writer = FileWriter(path, fingerprints=True)
-    if use_collectives:
-        tte.save(state, storage_writer=writer)
-        tte.save(state, f"{path}-again", fingerprints=True)
-        tte.async_save(state, f"{path}-later", fingerprints=True).result()
-    else:
-        dcp.save(state, storage_writer=writer, use_collectives=False)
+    tte.save(state, storage_writer=FileWriter(path, fingerprints=True))
+    tte.save(state, f"{path}-again", fingerprints=True)
+    tte.async_save(state, f"{path}-later", fingerprints=True).result()
 
 
 def test_shards_of_two_ranks(tmp_path: Path, run_world: Callable[..., Any]) -> None:
-    run_world(2, save_shards, str(tmp_path / "one"), True)
+    run_world(2, save_shards, str(tmp_path / "one"))
     for name in ("one", "one-again", "one-later"):
         assert check_sums(tmp_path / name) == 6
     again = tte.fingerprint({"rows": torch.arange(35.0).view(7, 5)})
@@ -208,11 +203,3 @@ def test_shards_of_two_ranks(tmp_path: Path, run_world: Callable[..., Any]) -> N
         record.sum or 0 for file in index.files.values() for record in _core.parse_records(file) if record.fqn == "rows"
     )
     assert hex_of_digest(total, "torch.float32", (7, 5)) == again.values["rows"]
-
-
-def test_each_rank_with_metadata_of_its_own(tmp_path: Path, run_world: Callable[..., Any]) -> None:
-    run_world(2, save_shards, str(tmp_path), False)
-    for rank in range(2):
-        found = list(tmp_path.glob(f"__{rank}.tte_index.*"))
-        index = _core.parse_index(found[0].read_bytes(), "index")
-        assert index.has_sums and len(index.files) == 1

@@ -244,7 +244,7 @@ def test_files_of_others_stay_in_old_steps(run: Path) -> None:
 def test_a_step_that_is_being_saved_stays(run: Path) -> None:
     path = run / "step-10"
     os.rename(path / ".metadata", path / "metadata")
-    lock = commit.lock_path(path, None)
+    lock = commit.lock_path(path)
     lock.write_text("{")  # its owner is about to write who he is
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -256,7 +256,7 @@ def test_a_step_that_is_being_saved_stays(run: Path) -> None:
 
 
 def test_what_cannot_be_removed_does_not_make_a_save_fail(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lock = commit.lock_path(run / "step-10", None)
+    lock = commit.lock_path(run / "step-10")
     lock.write_text("{")
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         patch.setattr(save_lock, "_stays_untouched", lambda *_: False)

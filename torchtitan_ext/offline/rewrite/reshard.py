@@ -116,7 +116,7 @@ def write_checkpoint(
     chain: ChangeChain | None = None,
 ) -> None:
     """Writes the files of the plan's ranks, with changes, and commits them together if these fit."""
-    save = begin_save(Path(target), uuid.uuid4().hex, None)
+    save = begin_save(Path(target), uuid.uuid4().hex)
     place = save.place
     try:
 

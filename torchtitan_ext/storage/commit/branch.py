@@ -209,7 +209,7 @@ def steps_aside(run: Path) -> list[Path]:
 def locked(path: Path, save_id: str) -> Iterator[bool]:
     """Holds the lock of a checkpoint; yields false, after a warning, if that cannot be had."""
     try:
-        lock = SaveLock.acquire(lock_path(path, None), save_id, path)
+        lock = SaveLock.acquire(lock_path(path), save_id, path)
     except (SaveInProgressError, OSError) as error:
         warn(f"{path} is kept: {error}")
         yield False

@@ -4,8 +4,7 @@ Staged save: all files go into a hidden directory beside the target, which then 
 places with it (RENAME_EXCHANGE). Used if the target is absent, empty, or holds only files of a checkpoint.
 
 Save in place: the new files lie beside the old ones under names with the save's id, and the rename of ``.metadata``
-commits. Used if the target holds foreign files, if its file system cannot exchange directories (NFS, FUSE, Lustre), or
-if each rank has metadata of its own.
+commits. Used if the target holds foreign files, or if its file system cannot exchange directories (NFS, FUSE, Lustre).
 
 With ``sync`` all files are on the disk before the rename, and the rename is before an old file is removed.
 The coordinator calls ``begin_save``, then ``commit`` or ``abandon``. The other ranks call ``find_place``, which reads
@@ -31,7 +30,6 @@ from typing import Any
 from torchtitan_ext import __version__, _core
 from torchtitan_ext.errors import CheckpointFailedError, only_printed
 from torchtitan_ext.storage.checkpoint_files import (
-    NO_METADATA,
     data_name,
     index_path,
     metadata_path,
@@ -43,7 +41,6 @@ from torchtitan_ext.storage.commit.leftovers import (
     LOCK_PREFIX,
     PROBES,
     checkpoint_names,
-    of_rank,
     remove_dead_files,
     remove_dead_saves,
     remove_directory,
@@ -58,6 +55,9 @@ from torchtitan_ext.storage.location import Place
 
 # The coordinator makes the lock before any rank looks for it; some network file systems show it later.
 _SHOWN_SECONDS = 10.0
+
+LOCK_NAME = ".tte_save"
+"""The name of a lock in its target."""
 
 _LOCK_OF_RANK = re.compile(r"__\d+\.tte_save")
 
@@ -91,21 +91,14 @@ class RunningSave:
     """A save that holds the lock of its target. Only the rank that commits has one; not collective.
 
     Args:
-        rank: The rank whose save it is, if each rank has metadata of its own; else ``None``.
         new_parents: Directories in which the save made a directory.
     """
 
-    def __init__(self, lock: SaveLock, place: SavePlace, rank: int | None, new_parents: Sequence[Path]) -> None:
+    def __init__(self, lock: SaveLock, place: SavePlace, new_parents: Sequence[Path]) -> None:
         self.place = place
         self._lock = lock
-        self._rank = rank
         self._new_parents = new_parents
         self._may_be_committed = False
-
-    @property
-    def commits_by_metadata(self) -> bool:
-        """Whether the rename of ``.metadata`` is the commit, as it is in place."""
-        return not self.place.is_staged
 
     def check_names(self, names: Sequence[str]) -> None:
         """Raises CheckpointFailedError if a rank wrote under the names of another save, because it saw an old lock."""
@@ -115,17 +108,15 @@ class RunningSave:
             text = f"{', '.join(sorted(marks))} belong to another save: the file system showed these ranks an old lock"
             raise CheckpointFailedError("save", {0: text})
 
-    def commit(
-        self, index: bytes, metadata: bytes | None, *, sync: bool, confirm: Callable[[], None] = lambda: None
-    ) -> Path:
+    def commit(self, index: bytes, metadata: bytes, *, sync: bool, confirm: Callable[[], None] = lambda: None) -> Path:
         """Makes the files of all ranks the checkpoint, and removes the files that they replace.
 
         Args:
-            metadata: Bytes of ``.metadata``; ``None`` if the index replaces it, which a save in place cannot do.
+            metadata: Bytes of ``.metadata``.
             confirm: Called right before the rename. If it raises, nothing is committed.
 
         Returns:
-            The path of ``.metadata``, or of the index that replaces it.
+            The path of ``.metadata``.
 
         Raises:
             SaveInProgressError: Another save took this one for dead. The checkpoint at the target is whole.
@@ -134,18 +125,16 @@ class RunningSave:
                 first.
         """
         directory, target = self.place.directory, self.place.target
-        path = metadata_path(target, self._rank)
+        path = metadata_path(target, None)
         rename: Callable[[], None]
         if self.place.is_staged:
             written, final, content = index_path(directory, None), index_path(target, None), index
             write_file(written, index, sync=sync)
-            if metadata is not None:
-                write_file(metadata_path(directory, None), metadata, sync=sync)
+            write_file(metadata_path(directory, None), metadata, sync=sync)
             rename = partial(_take_name, directory, target)
         else:
-            assert metadata is not None, "a save in place commits by its .metadata, please report"
             written, final, content = path.with_name(f"{path.name}.tmp"), path, metadata
-            write_file(index_path(target, self._rank, self.place.save_id), index, sync=sync)
+            write_file(index_path(target, None, self.place.save_id), index, sync=sync)
             write_file(written, metadata, sync=sync)
             rename = partial(os.rename, written, final)
         if sync:
@@ -158,7 +147,7 @@ class RunningSave:
         finally:
             if raised is not None:
                 raise raised
-        return final if metadata is None else path
+        return path
 
     def abandon(self) -> None:
         """Removes the files of a save that has failed on all ranks; the target stays as it was. If the rename may have
@@ -167,7 +156,7 @@ class RunningSave:
             if not self._may_be_committed and self.place.is_staged:
                 remove_directory(self.place.directory, None)
             elif not self._may_be_committed:
-                names = of_rank(os.listdir(self.place.target), self._rank)
+                names = os.listdir(self.place.target)
                 remove_files(self.place.target, [name for name in names if save_id_of(name) == self.place.save_id])
         finally:
             self._lock.release()
@@ -202,23 +191,21 @@ class RunningSave:
             if self.place.is_staged:
                 remove_directory(directory, target)
             else:
-                remove_replaced(target, self.place.save_id, self._rank)
+                remove_replaced(target, self.place.save_id)
         self._lock.release()
 
 
 def encode_index(
     save_id: str,
     files: Sequence[_core.RankFile],
-    metadata: bytes | None,
+    metadata: bytes,
     notes: Sequence[tuple[str, str]],
-    tables: bytes = b"",
     *,
     has_sums: bool,
 ) -> bytes:
-    """The index of the files of all ranks beside these bytes of ``.metadata``, or instead of it."""
-    num_bytes = NO_METADATA if metadata is None else len(metadata)
-    digest = _core.digest(metadata or b"")
-    return _core.encode_index(bytes.fromhex(save_id), num_bytes, digest, notes, files, tables, has_sums=has_sums)
+    """The index of the files of all ranks beside these bytes of ``.metadata``."""
+    digest = _core.digest(metadata)
+    return _core.encode_index(bytes.fromhex(save_id), len(metadata), digest, notes, files, has_sums=has_sums)
 
 
 def notes_of_save(num_ranks: int, seconds: Mapping[str, float] = MappingProxyType({})) -> list[tuple[str, str]]:
@@ -231,11 +218,10 @@ def notes_of_save(num_ranks: int, seconds: Mapping[str, float] = MappingProxyTyp
     return [*notes, ("seconds", of_phases)] if of_phases else notes
 
 
-def begin_save(path: Path, save_id: str, rank: int | None, *, names_have_id: bool = False) -> RunningSave:
+def begin_save(path: Path, save_id: str, *, names_have_id: bool = False) -> RunningSave:
     """Takes the lock of a target, removes the leftovers of dead saves there, and decides where the new save writes.
 
     Args:
-        rank: The rank whose save it is, if each rank has metadata of its own; else ``None``.
         names_have_id: Name rank files by the save id wherever the save writes.
 
     Raises:
@@ -248,24 +234,24 @@ def begin_save(path: Path, save_id: str, rank: int | None, *, names_have_id: boo
     if target.is_dir():
         refuse_old_weights(target, [path.name for path in safetensors_paths(target)])
     new_parents = make_directories(target.parent)
-    lock_file = lock_path(target, rank)
+    lock_file = lock_path(target)
     if lock_file.parent == target:
         new_parents += make_directories(target)
     lock = SaveLock.acquire(lock_file, save_id, target)
     try:
-        for other in _excluded_locks(target, rank):
+        for other in _excluded_locks(target):
             if other != lock_file:
                 remove_dead_lock(other)
         if lock_file.parent != target:
             remove_dead_saves(target.parent, lock_file)
         if target.exists():
-            remove_dead_files(target, rank)
+            remove_dead_files(target)
         is_staged = lock_file.parent != target and _make_stage(target, save_id)
         if not is_staged:
             new_parents += make_directories(target)
         place = SavePlace(save_id, target, is_staged, is_named_by_id=names_have_id or not is_staged)
         lock.add_line(_place_line(place))
-        return RunningSave(lock, place, rank, new_parents)
+        return RunningSave(lock, place, new_parents)
     except BaseException:
         lock.release()
         raise
@@ -285,17 +271,14 @@ class NotSharedError(OSError, RuntimeError):
     """A rank does not see the directory: it is not shared, or this rank has lost it, which is an error of storage."""
 
 
-def find_place(path: Path, rank: int, *, is_own: bool) -> SavePlace:
+def find_place(path: Path, rank: int) -> SavePlace:
     """Where this rank writes, as the coordinator's ``begin_save`` has decided. Every rank calls it.
-
-    Args:
-        is_own: Whether each rank has metadata of its own.
 
     Raises:
         NotSharedError: This rank does not see the lock.
     """
     target = Path(os.path.realpath(path))
-    lock_files = [target / lock_name(rank)] if is_own else [lock_beside(target), target / lock_name(None)]
+    lock_files = [lock_beside(target), target / LOCK_NAME]
     deadline = time.monotonic() + _SHOWN_SECONDS
     while True:
         for lock_file in lock_files:
@@ -318,10 +301,10 @@ def _place_of_line(line: str, save_id: str, target: Path) -> SavePlace:
     return SavePlace(save_id, target, **json.loads(line))
 
 
-def lock_path(target: Path, rank: int | None) -> Path:
+def lock_path(target: Path) -> Path:
     """The lock of a save: beside the target, or in it if nothing can be made or renamed beside it."""
     has_room = os.access(target.parent, os.W_OK | os.X_OK) and not _is_mounted(target)
-    return lock_beside(target) if rank is None and has_room else target / lock_name(rank)
+    return lock_beside(target) if has_room else target / LOCK_NAME
 
 
 def lock_beside(target: Path) -> Path:
@@ -329,17 +312,12 @@ def lock_beside(target: Path) -> Path:
     return target.parent / f"{LOCK_PREFIX}{_core.digest(os.fsencode(target.name)):016x}"
 
 
-def lock_name(rank: int | None) -> str:
-    """The name of a lock in its target."""
-    return ".tte_save" if rank is None else f"__{rank}.tte_save"
-
-
-def _excluded_locks(target: Path, rank: int | None) -> list[Path]:
-    """Locks that no other save may hold meanwhile: both locks of all ranks together, since an earlier job may have seen
-    the target as a mount point, and, for a save of all ranks, the locks of single ranks."""
-    names = os.listdir(target) if rank is None and target.exists() else []
+def _excluded_locks(target: Path) -> list[Path]:
+    """Locks that no other save may hold meanwhile: both of the target, since an earlier job may have seen it as a mount
+    point, and those of single ranks, which version 0.2 saved."""
+    names = os.listdir(target) if target.exists() else []
     of_ranks = [target / name for name in names if _LOCK_OF_RANK.fullmatch(name)]
-    return [lock_beside(target), target / lock_name(None), *of_ranks]
+    return [lock_beside(target), target / LOCK_NAME, *of_ranks]
 
 
 def _is_mounted(target: Path) -> bool:

@@ -35,7 +35,6 @@ _OF_CHECKPOINT = re.compile(
     f"|{SHARED_NAME}"
 )
 _SAVE_ID = re.compile(r"__\d+_(?:[0-9a-f]{32}\.[01]\.)?([0-9a-f]{32})\.distcp|(?:__\d+)?\.tte_index\.([0-9a-f]{32})")
-_OF_RANK = re.compile(r"__(\d+)[._].*")
 _RANK_METADATA = re.compile(r"__\d+\.metadata")
 
 
@@ -103,47 +102,38 @@ def remove_dead_saves(directory: Path, own_lock: Path | None = None) -> None:
     remove_files(directory, [path.name for path in locks])
 
 
-def find_dead_files(target: Path, rank: int | None) -> list[str]:
+def find_dead_files(target: Path) -> list[str]:
     """Files of dead saves in place: those with another save id in their names than the metadata has, and files made to
-    be shared that the metadata does not name.
-
-    Args:
-        rank: Look only at this rank's files, if each rank has metadata of its own; else ``None``.
-    """
+    be shared that the metadata does not name."""
     names, _ = checkpoint_names(target)
-    kinds = {name for name in names if name == ".metadata" or _RANK_METADATA.fullmatch(name)}
-    if kinds & {".metadata"} if rank is not None else kinds - {".metadata"}:
-        return []  # they may belong to a checkpoint of the other kind
-    own = of_rank(names, rank)
-    ids = {name: found for name in own if (found := save_id_of(name))}
-    shared = {name for name in own if sharing_save(name) is not None}
+    if any(_RANK_METADATA.fullmatch(name) for name in names):
+        return []  # they may belong to checkpoints of single ranks
+    ids = {name: found for name in names if (found := save_id_of(name))}
+    shared = {name for name in names if sharing_save(name) is not None}
     is_one_save = len(set(ids.values())) == 1 and not any(
-        name.endswith(".distcp") for name in set(own) - set(ids) - shared
+        name.endswith(".distcp") for name in set(names) - set(ids) - shared
     )
-    path = metadata_path(target, rank)
-    if not ids or (is_one_save and path.exists() and any(".tte_index" in name for name in own)):
+    path = metadata_path(target, None)
+    if not ids or (is_one_save and path.exists() and any(".tte_index" in name for name in names)):
         return []  # reading the metadata, to know more, may take seconds
-    committed, named = _committed(target, rank)
+    committed, named = _committed(target)
     if committed == "":
         return []
     return [name for name in (*ids, *sorted(shared)) if ids.get(name) != committed and name not in named]
 
 
-def remove_dead_files(target: Path, rank: int | None) -> None:
+def remove_dead_files(target: Path) -> None:
     """Removes the files that ``find_dead_files`` finds. The caller holds the lock of the target."""
-    dead = find_dead_files(target, rank)
+    dead = find_dead_files(target)
     if dead:
         sync_directory(target)
         remove_files(target, dead)
 
 
-def remove_replaced(target: Path, save_id: str, rank: int | None) -> None:
-    """Removes the files that a save in place has replaced; with a rank, only those of that rank."""
+def remove_replaced(target: Path, save_id: str) -> None:
+    """Removes the files that a save in place has replaced."""
     names, _ = checkpoint_names(target)
-    if rank is not None and ".metadata" in names:
-        return  # they may belong to the checkpoint of all ranks
-    kept = {metadata_path(target, rank).name}
-    remove_files(target, [name for name in of_rank(names, rank) if name not in kept and save_id_of(name) != save_id])
+    remove_files(target, [name for name in names if name != ".metadata" and save_id_of(name) != save_id])
 
 
 def remove_directory(directory: Path, target: Path | None) -> None:
@@ -179,11 +169,6 @@ def save_id_of(name: str) -> str | None:
     return None if match is None else match[1] or match[2]
 
 
-def of_rank(names: Iterable[str], rank: int | None) -> list[str]:
-    """The names that belong to one rank; without a rank all of them."""
-    return [name for name in names if rank is None or ((match := _OF_RANK.fullmatch(name)) and match[1] == str(rank))]
-
-
 def same_attributes(first: Path, second: Path) -> bool:
     """Whether two directories have the same user, group, mode and extended attributes (access lists, stripes)."""
     return _attributes(first) == _attributes(second)
@@ -197,22 +182,22 @@ def _attributes(path: Path) -> tuple[int, int, int, dict[str, bytes]]:
     return status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode), extended
 
 
-def _committed(target: Path, rank: int | None) -> tuple[str | None, set[str]]:
+def _committed(target: Path) -> tuple[str | None, set[str]]:
     """The save id in the metadata, and the data files that it names.
 
     The id is ``None`` if there is no metadata, empty if it contains no id.
     """
     try:
-        metadata = _core.read_metadata_pickle(metadata_path(target, rank).read_bytes())
+        metadata = _core.read_metadata_pickle(metadata_path(target, None).read_bytes())
     except FileNotFoundError:
-        return _committed_by_index(index_path(target, rank))
+        return _committed_by_index(index_path(target, None))
     except ValueError:
         return "", set()
     return (metadata.storage_meta or {}).get("save_id") or "", {file.path for file in metadata.columns.describe_files()}
 
 
 def _committed_by_index(path: Path) -> tuple[str | None, set[str]]:
-    """The same of the index of a staged save, whose ``.metadata`` is lost or was never written."""
+    """The same of the index of a staged save, whose ``.metadata`` is lost, or was not written, as version 0.2 could."""
     try:
         index = _core.parse_index(path.read_bytes(), shown(path))
     except FileNotFoundError:

@@ -30,7 +30,7 @@ def staged_target(target: Path, replace: Callable[[Path, Path], None]) -> Iterat
     """
     target = Path(os.path.realpath(target))
     make_directories(target.parent)
-    lock = SaveLock.acquire(lock_path(target, None), uuid.uuid4().hex, target)
+    lock = SaveLock.acquire(lock_path(target), uuid.uuid4().hex, target)
     # Beside the lock: where nothing can be made or renamed beside the target, it is in there.
     staged = lock.path.parent / f"tte_new-{_core.digest(os.fsencode(target.name)):016x}.partial"
     try:

@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
-from torchtitan_ext.storage.checkpoint_files import shown
 from torchtitan_ext.storage.metadata.lazy_metadata import (
     MEMORY_FORMATS,
     PROPERTIES,
@@ -40,7 +39,7 @@ from torchtitan_ext.storage.metadata.lazy_metadata import (
     lazy_entries,
     lazy_parts,
 )
-from torchtitan_ext.storage.metadata.saved_metadata import SavedMetadata, parse_pickle, parse_tables
+from torchtitan_ext.storage.metadata.saved_metadata import SavedMetadata, parse_pickle
 
 
 def parse_metadata(data: bytes) -> Metadata:
@@ -130,25 +129,6 @@ def _reduced(properties: TensorProperties) -> tuple[Any, ...]:
     return copyreg.__newobj__, (TensorProperties,), properties.__getstate__()[:5]  # type: ignore[attr-defined]
 
 
-def encode_tables(metadata: Metadata, files: Sequence[_core.RankFile]) -> bytes:
-    """The tables of an index that replaces ``.metadata``. Sets ``metadata.storage_data``.
-
-    Raises:
-        ValueError: The metadata has values that are neither plain nor DCP's.
-    """
-    _without_places(metadata)
-    columns = _plain_columns(metadata)
-    tables = None if columns is None else columns.to_tables(metadata.planner_data, *_plain_rest(metadata))
-    if columns is None or tables is None:
-        raise ValueError(
-            "FileWriter(stock_metadata=False): the planner's metadata has more than DCP's own classes and plain values "
-            "in it, which only a pickle can hold; save with stock_metadata=True"
-        )
-    _add_files(columns, files)
-    metadata.storage_data = lazy_parts(columns)
-    return tables
-
-
 def send_as_place(metadata: Metadata, path: Path, content: bytes) -> None:
     """From now on the mappings of this metadata pickle as a place in the file that holds them.
 
@@ -156,7 +136,7 @@ def send_as_place(metadata: Metadata, path: Path, content: bytes) -> None:
     pickle could write is sent whole.
 
     Args:
-        path: Path of ``.metadata``, or of the index that stands for it.
+        path: Path of ``.metadata``.
         content: Bytes of that file.
     """
     if not isinstance(metadata.storage_data, LazyDict):
@@ -206,10 +186,7 @@ class _MetadataFile:
             raise DamagedCheckpointError(
                 f"{path} is not what the save wrote: another one has saved over it; read its metadata with FileReader"
             )
-        if "index" not in path.name:
-            return parse_metadata(content)
-        index = _core.parse_index(content, shown(path))
-        return metadata_of(parse_tables(index.tables, index.files.values(), path))
+        return parse_metadata(content)
 
 
 def _without_places(metadata: Metadata) -> None:

@@ -37,7 +37,7 @@ from torchtitan_ext.storage.commit.branch import (
 from torchtitan_ext.storage.commit.commit import begin_save, encode_index, find_place, notes_of_save
 from torchtitan_ext.storage.futures import finished
 from torchtitan_ext.storage.location import Place, is_local
-from torchtitan_ext.storage.metadata.metadata_file import encode_metadata, encode_tables, send_as_place
+from torchtitan_ext.storage.metadata.metadata_file import encode_metadata, send_as_place
 from torchtitan_ext.storage.metadata.saved_metadata import DCP_VERSION
 from torchtitan_ext.storage.native.device_buckets import OutgoingBuckets, bucket_bytes_of
 from torchtitan_ext.storage.native.planned_items import ListedWrites, writes_of
@@ -74,12 +74,9 @@ class HasLocalSources(CountsRequests, Protocol):
 class CommitsSaves(Protocol):
     """A save that has begun: ``RunningSave``, or one into an object store."""
 
-    @property
-    def commits_by_metadata(self) -> bool: ...
-
     def check_names(self, names: Sequence[str]) -> None: ...
 
-    def commit(self, index: bytes, metadata: bytes | None, *, sync: bool, confirm: Callable[[], None]) -> Place: ...
+    def commit(self, index: bytes, metadata: bytes, *, sync: bool, confirm: Callable[[], None]) -> Place: ...
 
     def abandon(self) -> None: ...
 
@@ -96,8 +93,6 @@ class FileWriter(StorageWriter):
             machine that fails soon after may lose this checkpoint and the one that it replaced.
         thread_count: Threads of each rank; by default its share of the cores, at most 8.
         overwrite: Whether the save may replace an old checkpoint.
-        stock_metadata: Write ``.metadata``, which stock readers need. ``FileReader`` does without it; at thousands of
-            ranks stock takes too long to read it anyway.
         fingerprints: Take a fingerprint of each saved chunk while it is written, into the index: ``tte.load`` with
             ``prove=True`` compares what it has loaded with them. The names of the files have the save id then.
         step_pattern: How the run names its steps.
@@ -119,7 +114,8 @@ class FileWriter(StorageWriter):
         OSError: (in the future of ``write_data``) A file cannot be written; names the file, the byte and the reason.
         SaveInProgressError: Another save runs in the same place.
         RuntimeError: There is a checkpoint, and ``overwrite`` is false; or not all ranks share the directory.
-        WrongValueError: An argument of ``FileSystemWriter`` has a value that is not supported.
+        WrongValueError: An argument of ``FileSystemWriter`` has a value that is not supported, or ``dcp.save`` got
+            ``use_collectives=False``.
     """
 
     def __init__(
@@ -129,7 +125,6 @@ class FileWriter(StorageWriter):
         thread_count: int | None = None,
         *,
         overwrite: bool = True,
-        stock_metadata: bool = True,
         fingerprints: bool = False,
         step_pattern: str | None = None,
         branch: Branch = "set_aside",
@@ -161,7 +156,6 @@ class FileWriter(StorageWriter):
         self._go_to(path)
         self.sync = sync if sync_files is None else sync_files
         self.overwrite = overwrite
-        self.stock_metadata = stock_metadata
         self.step_pattern = step_pattern
         self.branch = branch
         self.beside: tuple[Path, ...] = ()
@@ -175,7 +169,6 @@ class FileWriter(StorageWriter):
         self.rank: int | None = None
         self.confirm: Callable[[], None] = ask_nobody
         self.seconds: Callable[[], Mapping[str, float]] = dict
-        self.use_collectives = True
         self._is_coordinator = False
         self._save: CommitsSaves | None = None
 
@@ -196,6 +189,11 @@ class FileWriter(StorageWriter):
         self._has_named_a_save = False
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("use_collectives", True):
+            raise WrongValueError(
+                "save: got use_collectives=False, expected True: an index is of all ranks; give dcp.save the planner "
+                "and DCP's FileSystemWriter"
+            )
         # ``dcp.save`` resets a writer only if it gets a path; files of two saves must not have the same names.
         if self._has_named_a_save:
             self.save_id = uuid.uuid4().hex
@@ -203,35 +201,23 @@ class FileWriter(StorageWriter):
         self._is_coordinator = is_coordinator
         self.confirm, self.seconds = ask_nobody, dict
         self.rank = kwargs.get("rank")
-        self.use_collectives = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        has_one_of_all = self._has_checkpoint(None)
-        if has_one_of_all and not self.use_collectives:
-            raise RuntimeError(
-                f"{self.path} has a checkpoint of all ranks together, which a load would read instead of those of "
-                "single ranks (use_collectives=False); use another directory"
-            )
-        if has_one_of_all or (not self.use_collectives and self._has_checkpoint(self.rank)):
+        if metadata_path(self._directory, None).exists() or index_path(self._directory, None).exists():
             if not self.overwrite:
                 raise RuntimeError(
                     f"Checkpoint already exists: {self.path} has a checkpoint; pass overwrite=True or another directory"
                 )
             if self._is_coordinator:
                 warn(f"the checkpoint in {self.path} is overwritten")
-        if self._own_rank is not None:
-            plan = dataclasses.replace(plan, storage_data=FilePrefix(f"__{self.rank}_"))
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.abandon()
         # Steps of other jobs that are saved meanwhile are none that this save leaves behind.
         self._place_at_begin = self._place()
-        self._save = begin_save(self._directory, self.save_id, self._own_rank, names_have_id=self.fingerprints)
-        return [
-            dataclasses.replace(plan, storage_data=FilePrefix(f"__{index}_")) if plan.storage_data is None else plan
-            for index, plan in enumerate(plans)
-        ]
+        self._save = begin_save(self._directory, self.save_id, names_have_id=self.fingerprints)
+        return [dataclasses.replace(plan, storage_data=FilePrefix(f"__{rank}_")) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         return finished(lambda: self._write(plan, planner))
@@ -242,17 +228,15 @@ class FileWriter(StorageWriter):
         self._save.check_names([file.name for file in files])
         metadata.version = DCP_VERSION
         metadata.storage_meta = self.storage_meta()
-        needs_metadata = self.stock_metadata or self._save.commits_by_metadata
-        content = encode_metadata(metadata, files) if needs_metadata else None
-        tables = b"" if needs_metadata else encode_tables(metadata, files)
+        content = encode_metadata(metadata, files)
         place = self._place_at_begin
         notes = notes_of_save(len(results), self.seconds()) + notes_of_place(place)
-        index = encode_index(self.save_id, files, content, notes, tables, has_sums=self.fingerprints)
+        index = encode_index(self.save_id, files, content, notes, has_sums=self.fingerprints)
         path = self._save.commit(index, content, sync=self.sync, confirm=self.confirm)
         self._save = None
         if isinstance(path, Path):
             remember_step(self._directory)
-            send_as_place(metadata, path, index if content is None else content)
+            send_as_place(metadata, path, content)
         if place is not None and place.newer:
             with only_printed():
                 set_aside(place, self.save_id, sync=self.sync)
@@ -281,7 +265,7 @@ class FileWriter(StorageWriter):
         Raises:
             StateRefusedError: It is below newer steps, and ``branch`` is ``"error"``.
         """
-        if self.branch == "keep" or not self.use_collectives:
+        if self.branch == "keep":
             return None
         place = place_in_run(self._directory, self.step_pattern, self._last_name, self.beside)
         if place is not None and place.newer and self.branch == "error":
@@ -293,23 +277,15 @@ class FileWriter(StorageWriter):
             raise refusal("save", [Problem("newer_steps", str(self.target), detail)])
         return place
 
-    def _has_checkpoint(self, rank: int | None) -> bool:
-        return metadata_path(self._directory, rank).exists() or index_path(self._directory, rank).exists()
-
     @property
     def _directory(self) -> Path:
         """The target of a writer to a file system."""
         assert isinstance(self.target, Path), f"{self.target} is no directory, please report"
         return self.target
 
-    @property
-    def _own_rank(self) -> int | None:
-        """This rank if each rank has metadata of its own, else ``None``."""
-        return None if self.use_collectives else self.rank
-
     def _write(self, plan: SavePlan, planner: SavePlanner) -> _core.RankFile | None:
         # Plans do not carry the save id: a cached plan would bring back an old one.
-        place = find_place(self._directory, self.rank or 0, is_own=not self.use_collectives)
+        place = find_place(self._directory, self.rank or 0)
         items = writes_of(plan)
         if not items:
             return None

@@ -68,10 +68,6 @@ class ObjectWriter(FileWriter):
         self.path = self.target = self._folder = Location(path)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        if not self.use_collectives:
-            raise WrongValueError(
-                "save: use_collectives=False needs a directory; in an object store all commit at once"
-            )
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

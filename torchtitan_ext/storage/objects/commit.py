@@ -43,17 +43,13 @@ class RunningObjectSave:
         self.replaces = replaced is not None
         self._lease = Lease(self._folder, save_id)
 
-    @property
-    def commits_by_metadata(self) -> bool:
-        return True
-
     def check_names(self, names: Sequence[str]) -> None:
         """Raises CheckpointFailedError if a rank wrote under the names of another save."""
         marks = {name for name in names if save_id_of(name) != self._save_id}
         if marks:
             raise CheckpointFailedError("save", {0: f"{', '.join(sorted(marks))} belong to another save"})
 
-    def commit(self, index: bytes, metadata: bytes | None, *, sync: bool, confirm: Callable[[], None]) -> Location:
+    def commit(self, index: bytes, metadata: bytes, *, sync: bool, confirm: Callable[[], None]) -> Location:
         """Makes the files of all ranks the checkpoint; the arguments are those of ``RunningSave.commit``.
 
         Returns:
@@ -64,7 +60,6 @@ class RunningObjectSave:
             UnknownOutcomeError: The store does not say whether it has the new ``.metadata``. Nothing was deleted.
             OSError: The store refuses the requests. The checkpoint is as it was.
         """
-        assert metadata is not None, "an object store commits by .metadata, please report"
         self._folder.put(index_path(self._target, None, self._save_id).name, index)
         confirm()
         self._lease.decide()

@@ -14,7 +14,7 @@ from torchtitan_ext import _core
 from torchtitan_ext.errors import UnknownFormatError
 from torchtitan_ext.storage.checkpoint_files import index_path, metadata_path, sharing_save
 from torchtitan_ext.storage.commit.branch import ABANDONED, abandoned_steps, index_head, steps_aside
-from torchtitan_ext.storage.commit.commit import lock_beside, lock_name
+from torchtitan_ext.storage.commit.commit import LOCK_NAME, lock_beside
 from torchtitan_ext.storage.commit.leftovers import LOCK_PREFIX, checkpoint_names, find_dead_files, find_dead_saves
 from torchtitan_ext.storage.commit.save_lock import LockState, is_surely_dead, read_lock
 from torchtitan_ext.storage.commit.steps import has_finished, step_of, step_paths
@@ -93,7 +93,7 @@ def find_leftovers(run: Path, pattern: str | None = None) -> list[Leftover]:
     paths = [path for path, _ in stages] + locks
     for step in step_paths(run, pattern).values():
         if _saver_of(step) is None:
-            paths += [step / name for name in find_dead_files(step, None)]
+            paths += [step / name for name in find_dead_files(step)]
     return [Leftover(path, bytes_in(path)) for path in sorted(paths)]
 
 
@@ -187,7 +187,7 @@ def _live_saves(run: Path, pattern: str | None) -> dict[int, LockState]:
 def _saver_of(step: Path) -> str | None:
     """The save that runs at a step; ``None`` without one, as far as that is known without waiting."""
     target = Path(os.path.realpath(step))
-    states = [state for lock in (lock_beside(target), target / lock_name(None)) if (state := _live_state(lock))]
+    states = [state for lock in (lock_beside(target), target / LOCK_NAME) if (state := _live_state(lock))]
     return str(states[0].owner or "another process") if states else None
 
 

@@ -163,10 +163,10 @@ def remove_leftovers(run: Path, pattern: str | None = None) -> None:
     """Removes leftovers of dead saves beside the steps of a run and in them, but not in a step whose save runs."""
     remove_dead_saves(run)
     for path in step_paths(run, pattern).values():
-        if find_dead_files(path, None):
+        if find_dead_files(path):
             with locked(path, uuid.uuid4().hex) as has_lock:
                 if has_lock:
-                    remove_dead_files(path, None)
+                    remove_dead_files(path)
 
 
 def remove_empty_branches(run: Path) -> None:
