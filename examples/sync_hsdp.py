@@ -46,7 +46,7 @@ def sync() -> Outcome:
 
     if dist.get_rank() == BROKEN_RANK:
         flip_a_bit(model.get_parameter(BROKEN_FQN).to_local())
-    found = [str(difference) for difference in tte.check_replicas(model, locate=True)]
+    found = [str(difference) for difference in tte.check_replicas(model)]
     tte.sync_module_states(model, verify=True)
     num_shards = mesh["dp_shard"].size() * len(list(model.parameters()))
     return Outcome(num_shards, num_different, num_left, found, len(tte.check_replicas(model)))

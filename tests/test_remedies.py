@@ -87,10 +87,6 @@ SAVES: dict[str, tuple[Act, Act]] = {
         lambda run: tte.save(state(), storage_writer=FileSystemWriter),
         lambda run: tte.save(state(), storage_writer=FileSystemWriter(run / "b")),
     ),
-    "give it to the writer: FileWriter(path, branch='error')": (
-        lambda run: tte.save(state(), storage_writer=tte.FileWriter(run / "b"), branch="error"),
-        lambda run: tte.save(state(), storage_writer=tte.FileWriter(run / "b", branch="error")),
-    ),
     "give it to the writer: FileWriter(path, fingerprints=True)": (
         lambda run: tte.save(state(), storage_writer=tte.FileWriter(run / "b"), fingerprints=True),
         lambda run: tte.save(state(), storage_writer=tte.FileWriter(run / "b", fingerprints=True)),
@@ -588,16 +584,8 @@ def test_weights_beside_a_checkpoint(tmp_path: Path) -> None:
 def test_a_step_below_others(tmp_path: Path) -> None:
     for step in (1, 2):
         tte.save(state(step), tmp_path / "run" / f"step-{step}")
-    told = "save to another run, move them, or pass branch='set_aside', which moves them"
-    refused(told, lambda: tte.save(state(), tmp_path / "run" / "step-0", branch="error"))
-    shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    tte.save(state(), tmp_path / "other" / "step-0", branch="error")
-    tte.save(state(), tmp_path / "run" / "step-0", branch="set_aside")
-    for step in (1, 2):
-        (tmp_path / "copy" / f"step-{step}").rename(tmp_path / f"step-{step}")
-    tte.save(state(), tmp_path / "copy" / "step-0", branch="error")
-    for run in ("other", "run", "copy"):
-        assert is_whole(tmp_path / run, step="latest")
+    tte.save(state(), tmp_path / "run" / "step-0")
+    assert is_whole(tmp_path / "run", step="latest")
     told = refused("load it by its path: ", lambda: tte.load(state(1), tmp_path / "run", step=2))
     aside = Path(told.rpartition("load it by its path: ")[2])
     tte.load(target := state(1), aside)

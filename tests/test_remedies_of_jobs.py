@@ -202,7 +202,7 @@ def test_steps_that_gc_removes(tmp_path: Path) -> None:
     for step in (2, 3, 4):
         tte.save({"step": step}, tmp_path / f"step-{step}")
     with pytest.warns(UserWarning, match="the run goes on with step 1") as caught:
-        tte.save({"step": 1}, tmp_path / "step-1", branch="set_aside")
+        tte.save({"step": 1}, tmp_path / "step-1")
     assert (tmp_path / "abandoned").exists()
     assert "expected --keep with the number of steps that stay, or --abandoned" in plain(call("gc", tmp_path).err)
     assert "gc --abandoned --yes removes" in plain(call("ls", tmp_path).out)

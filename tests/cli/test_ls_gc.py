@@ -18,6 +18,7 @@ import torchtitan_ext as tte
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint import CpuStager
 from torchtitan_ext.cli.output import DIFFERS, FINE, UNREADABLE, WRONG_USAGE
+from torchtitan_ext.storage import FileWriter
 from torchtitan_ext.storage.commit import branch
 from torchtitan_ext.storage.runs.listing import list_steps
 

@@ -73,7 +73,7 @@ def everything(rank: int, world_size: int, folder: Path) -> None:
         assert tte.check_replicas(state, mesh=mesh) == ()
         with torch.no_grad():
             module[0].weight += rank
-        assert len(tte.check_replicas(module, mesh, locate=True)) == 1
+        assert len(tte.check_replicas(module, mesh)) == 1
         tte.sync_module_states(module, mesh, verify=True)
         made = tte.full.distribute_tensor(state["strided"], mesh, [Shard(1)])
         assert isinstance(made, DTensor)

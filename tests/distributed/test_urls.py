@@ -109,7 +109,6 @@ def test_a_save_warns_once_for_a_run() -> None:
     ("options", "told"),
     [
         ({"keep": 2}, "got keep=2 and 'memory://urls/refused/step-1', expected a directory"),
-        ({"branch": "error"}, "got branch='error' and 'memory://urls/refused/step-1', expected a directory"),
     ],
 )
 def test_what_cannot_be_there_is_refused(options: dict[str, Any], told: str) -> None:

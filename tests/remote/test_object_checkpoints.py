@@ -342,11 +342,6 @@ def test_old_weights_are_not_joined(url: str) -> None:
     assert list(ObjectFolder(Location(url)).stamps()) == ["model.safetensors"]
 
 
-def test_what_cannot_be_in_a_store(url: str) -> None:
-    with pytest.raises(WrongValueError, match="expected a directory"):
-        tte.save({"w": torch.ones(3)}, f"{url}/step-1", no_dist=True, branch="error")
-
-
 def test_without_obstore(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(location, "has_obstore", lambda: False)
     with pytest.warns(UserWarning, match=r"no commit.*torchtitan-ext\[remote\]"), suppress(Exception):

@@ -80,7 +80,7 @@ def test_any_step_that_shares_a_file_may_go(tmp_path: Path, gone: int) -> None:
 @pytest.mark.filterwarnings("ignore:.*overwritten")
 @pytest.mark.parametrize("is_in_place", [False, True])
 def test_a_save_over_a_step_with_a_shared_file_leaves_none_of_it(tmp_path: Path, is_in_place: bool) -> None:
-    over, *others = shared_steps(tmp_path)
+    *others, over = shared_steps(tmp_path)
     if is_in_place:
         (over / "config.json").write_text("{}")
     save({"w": torch.ones(3)}, FileWriter(over))
@@ -101,7 +101,7 @@ def test_without_the_index_a_shared_file_is_verified_by_its_own_footer(tmp_path:
     shutil.copy(next(path.glob("*.distcp")), shared)
     with (
         pytest.warns(UserWarning, match="has no index"),
-        pytest.raises(CheckpointFailedError, match=r"\.0\.distcp: byte"),
+        pytest.raises(CheckpointFailedError, match=r"\.0\.distcp.*: byte"),
     ):
         tte.load(blank(shared_golden_state()), path, no_dist=True)
 

@@ -35,7 +35,7 @@ def test_what_is_wrong_is_named(wrong: dict[str, Any], text: str) -> None:
 def test_each_call_agrees_on_its_own_arguments() -> None:
     common = ["operation", "mesh"]
     assert list(BroadcastCall("sync", None).agreed_texts()) == [*common, "src", "bucket_bytes"]
-    assert list(CheckCall("sync", None).agreed_texts()) == [*common, "params", "buffers", "ignore", "locate"]
+    assert list(CheckCall("sync", None).agreed_texts()) == [*common, "params", "buffers", "ignore"]
     call = SyncCall("sync", None, ignore={"b", "a"})
     assert call.agreed_texts() == {
         **{"operation": "sync", "mesh": "left out", "src": "0", "bucket_bytes": str(32 << 20), "params": "True"},

@@ -14,7 +14,7 @@ import torchtitan_ext as tte
 from torchtitan_ext.errors import SyncMismatchError, WrongArgumentError
 
 
-def check_read_only(rank: int, world_size: int) -> list[Any]:
+def check_read_only(rank: int, world_size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (world_size,))
     whole = torch.arange(6.0)
     state = {
@@ -23,30 +23,30 @@ def check_read_only(rank: int, world_size: int) -> list[Any]:
         "part": whole[2:5],
         "same": torch.zeros(1).expand(7),
     }
-    found = tte.check_replicas(state, mesh, locate=True)
+    found = tte.check_replicas(state, mesh)
     module = nn.Module()
     module.register_buffer("mask", torch.zeros(1).expand(5))
     assert tte.check_replicas(module, mesh) == ()
     with pytest.raises(SyncMismatchError, match="mask: cannot be received into"):
         tte.sync_module_states(module, mesh)
-    return [(entry.fqn, entry.first_index) for entry in found]
+    return [entry.fqn for entry in found]
 
 
-def test_what_is_only_read_may_share_memory(run_world: Callable[..., list[Any]]) -> None:
-    assert run_world(2, check_read_only) == [[("expanded", (0, 0))]] * 2
+def test_what_is_only_read_may_share_memory(run_world: Callable[..., list[list[str]]]) -> None:
+    assert run_world(2, check_read_only) == [["expanded"]] * 2
 
 
-def locate_in_one_element(rank: int, world_size: int) -> list[Any]:
+def check_one_element(rank: int, world_size: int) -> str:
     mesh = init_device_mesh("cpu", (world_size,))
     one = torch.full((1, 2), float(rank))[:, 0]
-    (plain,) = tte.check_replicas({"one": one}, mesh, locate=True)
+    (plain,) = tte.check_replicas({"one": one}, mesh)
     replica = DTensor.from_local(one, mesh, [Replicate()], run_check=False)
     assert tte.full_tensor(replica).tolist() == [float(rank)]
-    return [plain.fqn, plain.first_index]
+    return plain.fqn
 
 
-def test_one_element_of_an_odd_stride(run_world: Callable[..., list[Any]]) -> None:
-    assert run_world(2, locate_in_one_element) == [["one", (0,)]] * 2
+def test_one_element_of_an_odd_stride(run_world: Callable[..., list[str]]) -> None:
+    assert run_world(2, check_one_element) == ["one"] * 2
 
 
 def wrong_arguments(rank: int, world_size: int) -> list[str]:

@@ -241,7 +241,7 @@ KEY = (0, (4, 6), "cpu")
     [
         (table(), []),
         (table({"operation": "sync", "src": "1"}), ["src: is 0 on rank 4, 1 on rank 6"]),
-        (table({"operation": "check", "locate": "True"}), ["operation: is sync on rank 4, check on rank 6"]),
+        (table({"operation": "check"}), ["operation: is sync on rank 4, check on rank 6"]),
         (
             table(batches={KEY: [("a", {"shape": "(9,)"}), ("b", {"shape": "(3,)"})]}),
             ["a: shape is (2,) on rank 4, (9,)"],

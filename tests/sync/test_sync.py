@@ -252,8 +252,8 @@ def sync_pipeline(rank: int, world_size: int) -> None:
     assert all(bool((local_of(param) == 2 * stage).all()) for part in parts for param in part.parameters())
     with torch.no_grad():
         local_of(parts[1].bias).detach().add_(0.5 if rank == 3 else 0)
-    (difference,) = tte.check_replicas(parts, locate=True)
-    assert difference.fqn == "1.bias" and difference.ranks == ((2,), (3,)) and difference.first_index == (0,)
+    (difference,) = tte.check_replicas(parts)
+    assert difference.fqn == "1.bias" and difference.ranks == ((2,), (3,))
 
 
 def test_pipeline_parts(run_world) -> None:
@@ -354,17 +354,17 @@ def test_optimizer_state(run_world) -> None:
     run_world(4, optimizer_joins)
 
 
-def check_and_locate(rank: int, world_size: int) -> list[tte.sync.check.ReplicaDifference]:
+def check_differing(rank: int, world_size: int) -> list[tte.sync.check.ReplicaDifference]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "tp"))
     big = DTensor.from_local(torch.zeros(300, 200), mesh, [Replicate(), Shard(0)], run_check=False)
     both = DTensor.from_local(torch.zeros(5, 4).t(), mesh, [Replicate(), Replicate()], run_check=False)
     state = {"big": big, "both": both, "same": both.clone()}
-    assert tte.check_replicas(state, locate=True) == ()
+    assert tte.check_replicas(state) == ()
     if rank == 3:
         local_of(big)[250, 17] = -0.0
         local_of(big)[290, 1] = 1.0
         local_of(both)[2, 3] = float("nan")
-    return list(tte.check_replicas(state, locate=True))
+    return list(tte.check_replicas(state))
 
 
 def sync_under_a_graph(rank: int, world_size: int) -> None:
@@ -447,7 +447,7 @@ def check_odd_replicas(rank: int, world_size: int) -> list[Any]:
     mesh = init_device_mesh("cpu", (world_size,))
     # A bool of other bits is another tensor; a copy would make them alike.
     flags = torch.full((2, 2), rank + 1, dtype=torch.uint8).view(torch.bool).t()[:1]
-    (found,) = tte.check_replicas({"flags": flags}, mesh, locate=True)
+    (found,) = tte.check_replicas({"flags": flags}, mesh)
     sharded = tte.full.distribute_tensor(torch.arange(50_000.0), mesh, [Shard(0)])
     for _ in range(5):
         pending = sharded.redistribute(mesh, [Replicate()], async_op=True)
@@ -456,11 +456,11 @@ def check_odd_replicas(rank: int, world_size: int) -> list[Any]:
     replica = DTensor.from_local(torch.full((2,), rank), reverse, [Replicate()], run_check=False)
     (turned,) = tte.check_replicas({"w": replica}, reverse)
     compiled = torch.compile(lambda tensor: (tte.sync.broadcast_tensors([tensor]), tensor + 1)[1], backend="eager")
-    return [found.first_index, turned.ranks, turned.coordinates, compiled(torch.full((1,), float(rank))).item()]
+    return [found.ranks, turned.ranks, turned.coordinates, compiled(torch.full((1,), float(rank))).item()]
 
 
 def test_odd_replicas(run_world) -> None:
-    assert run_world(2, check_odd_replicas) == [[(0, 0), ((0,), (1,)), (((1,),), ((0,),)), 1.0]] * 2
+    assert run_world(2, check_odd_replicas) == [[((0,), (1,)), ((0,), (1,)), (((1,),), ((0,),)), 1.0]] * 2
 
 
 def one_rank_cannot_check(rank: int, world_size: int) -> str:
@@ -479,16 +479,13 @@ def test_what_one_rank_cannot_compare_is_refused_on_all(run_world) -> None:
     assert "freed: spans more bytes than its storage has; was it freed or resized?" in texts[0]
 
 
-def test_check_names_and_locates(run_world) -> None:
-    answers = run_world(4, check_and_locate)
+def test_check_names_differences(run_world) -> None:
+    answers = run_world(4, check_differing)
     assert all(answer == answers[0] for answer in answers)
     big, both = answers[0]
     assert (big.fqn, big.ranks, big.coordinates) == ("big", ((1,), (3,)), (((0, 1),), ((1, 1),)))
-    assert big.first_index == (250, 17)
-    assert (both.fqn, both.ranks, both.first_index) == ("both", ((0, 1, 2), (3,)), (2, 3))
-    assert str(big) == (
-        "big: equal bits within each of rank 1 at (0, 1) | rank 3 at (1, 1), first at (250, 17) of the local tensor"
-    )
+    assert (both.fqn, both.ranks) == ("both", ((0, 1, 2), (3,)))
+    assert str(big) == "big: equal bits within each of rank 1 at (0, 1) | rank 3 at (1, 1)"
 
 
 def broken_while_syncing(rank: int, world_size: int) -> str:

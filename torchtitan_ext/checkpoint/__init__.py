@@ -32,7 +32,6 @@ from torchtitan_ext.checkpoint.rules.policy import BY_DEFAULT, ElasticPolicy, So
 from torchtitan_ext.checkpoint.rules.report import LoadReport
 from torchtitan_ext.checkpoint.staging.stager import CpuStager
 from torchtitan_ext.errors import SavedOverError, WrongValueError, check_argument
-from torchtitan_ext.storage.commit.branch import Branch
 from torchtitan_ext.transforms.rules import Transform
 
 # Overwrites are rare: after three attempts the load reports it.
@@ -50,7 +49,6 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     timeout_seconds: float = TIMEOUT_SECONDS,
-    branch: Branch = "set_aside",
     fingerprints: bool = False,
 ) -> SaveResult:
     """Saves a state dict; any layout, exactly. Collective over ``process_group``.
@@ -63,10 +61,6 @@ def save(
         process_group: The ranks that take part; all by default.
         no_dist: Save from this process alone.
         timeout_seconds: How long a rank waits for the others in each phase.
-        branch: What becomes of steps of the run above this one, which it has where it was set back: ``"set_aside"``
-            moves them to ``<run>/abandoned`` after the commit, with a warning, and loads pass over them; ``"keep"``
-            leaves them; ``"error"`` refuses the save. A save again of the step that was loaded or saved last leaves
-            them too. A ``FileWriter`` of one's own has the same argument.
         fingerprints: Store a fingerprint of each saved chunk, taken while it is written, for ``load`` with
             ``prove=True``. A ``FileWriter`` of one's own has the same argument.
 
@@ -86,7 +80,6 @@ def save(
         path,
         storage_writer,
         SavePlanner() if planner is None else planner,
-        branch=branch,
         fingerprints=fingerprints,
     )
     return save_now(state_dict, job, call)
@@ -231,7 +224,6 @@ def async_save(
     storage_writer: StorageWriter | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
-    branch: Branch = "set_aside",
     fingerprints: bool = False,
     stager: AsyncStager | None = None,
 ) -> Future[SaveResult]:
@@ -264,7 +256,6 @@ def async_save(
         path,
         storage_writer,
         SavePlanner() if planner is None else planner,
-        branch=branch,
         fingerprints=fingerprints,
     )
     return save_later(state_dict, job, call, stager)

@@ -27,7 +27,6 @@ ProblemKind = Literal[
     "unclaimed_keys",
     "broken_checkpoint",
     "no_checkpoint",
-    "newer_steps",
     "cannot_sync",
     "cannot_reshard",
     "unexpected_key",

@@ -109,7 +109,6 @@ REFUSALS: dict[ProblemKind, tuple[type[StateRefusedError], str]] = {
     "unclaimed_keys": (ReshardError, "Per-rank entries that no rank asks for"),
     "broken_checkpoint": (ReshardError, "Checkpoint metadata is broken"),
     "no_checkpoint": (ReshardError, "Paths without a checkpoint that a load reads"),
-    "newer_steps": (StateRefusedError, "Steps below others of their run"),
     "cannot_sync": (SyncMismatchError, "Tensors that cannot be synced"),
     "cannot_reshard": (ReshardError, "Components that cannot cross to this world"),
     "unexpected_key": (ReshardError, "Saved entries that nothing asks for"),

@@ -49,7 +49,7 @@ _STOCK = format_utils
 OPTIONS: Mapping[type, tuple[str, ...]] = {
     SavePlanner: ("layouts", "replicas", "hash_replicas"),
     LoadPlanner: ("layouts", "cast", "allow_unclaimed", "weights_only", "allow_classes"),
-    FileWriter: ("sync", "thread_count", "branch"),
+    FileWriter: ("sync", "thread_count"),
     ObjectWriter: ("thread_count",),
     FileReader: ("verify", "thread_count"),
     SafetensorsWriter: ("sync", "thread_count"),

@@ -94,7 +94,7 @@ class RayCheckpointManager(CheckpointManager):
         run = _URL_OF[self._files.type_name] + self._folder
         super().__init__(run, every=every, on_error=on_error, fallback=fallback, **options)
         # A damaged step stays where Ray has it in its list: Ray ends a job of which it cannot remove an old step.
-        self._job = replace(self._job, branch="keep")
+        self._job = replace(self._job, sets_aside=False)
         self._is_told_late = on_error == "warn" or fallback is not None
         self._untold: tuple[dict[str, Any], int] | None = None
         """Metrics and number of a saved step of which Ray does not know yet."""

@@ -76,8 +76,6 @@ class ModuleCall(Call):
 class CheckCall(ModuleCall):
     """``check_replicas``."""
 
-    locate: bool = False
-
 
 @dataclass(frozen=True)
 class SyncCall(ModuleCall, BroadcastCall):

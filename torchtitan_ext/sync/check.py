@@ -1,21 +1,18 @@
 """Proves that replicas are equal: ranks hash their tensors and compare the hashes.
 
 The check costs one pass over the tensors and one small exchange, of one digest per process group. Only where digests
-differ does a second exchange name the tensors; on request two more find the first element that differs. So a job can
-check every N steps and find a flipped bit, or a replica that missed an update.
+differ does a second exchange name the tensors. So a job can check every N steps and find a flipped bit, or a replica
+that missed an update.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_ext.errors import Problem, check_argument, named, warn
@@ -30,11 +27,6 @@ from torchtitan_ext.sync.same_call import are_equal, confirm_same_call
 from torchtitan_ext.sync.slices import SliceTensor, presumed_replicas, slice_digests, slice_tensor
 from torchtitan_ext.sync.tensors import ModuleOrState
 
-# To find the first difference, ranks send a digest per block of this size, then one block.
-_BLOCK_BYTES = 64 * 1024
-# The first difference is looked for in at most so many tensors.
-_MAX_LOCATED = 10
-
 
 @dataclass(frozen=True)
 class ReplicaDifference:
@@ -44,14 +36,12 @@ class ReplicaDifference:
         fqn: The tensor's name.
         ranks: Global ranks that hold the tensor, grouped by equal bits; the group of the lowest rank first.
         coordinates: The same ranks as coordinates on the tensor's mesh.
-        first_index: Where in the local tensor the first difference lies; ``None`` if it was not looked for.
         values: The value in each group, where the tensor has one element; else empty.
     """
 
     fqn: str
     ranks: tuple[tuple[int, ...], ...]
     coordinates: tuple[tuple[tuple[int, ...], ...], ...]
-    first_index: tuple[int, ...] | None = None
     values: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -66,8 +56,7 @@ class ReplicaDifference:
         if self.values:
             held = (f"{value} on {ranks}" for value, ranks in zip(self.values, sides.split(" | "), strict=True))
             return Problem("replicas_differ", self.fqn, f"is {', '.join(held)}")
-        where = "" if self.first_index is None else f", first at {self.first_index} of the local tensor"
-        return Problem("replicas_differ", self.fqn, f"equal bits within each of {sides}{where}")
+        return Problem("replicas_differ", self.fqn, f"equal bits within each of {sides}")
 
 
 class ReplicaDifferences(tuple[ReplicaDifference, ...]):
@@ -89,7 +78,6 @@ def check_replicas(
     params: bool = True,
     buffers: Buffers = "all",
     ignore: Collection[str] = (),
-    locate: bool = False,
 ) -> ReplicaDifferences:
     """Compares all replicas of the tensors of a module or state dict, bit by bit, through 64-bit hashes.
 
@@ -99,9 +87,6 @@ def check_replicas(
 
     Collective over the same ranks as ``sync_module_states``, whose arguments mean the same here. Changes nothing, but
     leaves FSDP2 modules resharded.
-
-    Args:
-        locate: Whether to look for the first differing element, of ten tensors at most.
 
     Returns:
         The tensors that differ, as a tuple that is the same on every rank; empty where all replicas are equal. Two
@@ -117,7 +102,7 @@ def check_replicas(
     if mesh is not None and mesh.get_coordinate() is None:
         return ReplicaDifferences()
     check_usable("check_replicas", mesh)
-    call = CheckCall("check_replicas", mesh, params, buffers, ignore, locate)
+    call = CheckCall("check_replicas", mesh, params, buffers, ignore)
     differences = compare_replicas(call, collect_replicas(module, call))
     if differences.uncompared:
         warn(
@@ -150,8 +135,6 @@ def compare_replicas(call: ModuleCall, found: ReplicaBatches) -> ReplicaDifferen
             return ReplicaDifferences()
         differences, uncompared = _name_differences(call, found, hashes, across_slices)
         assert differences or slices, "replicas differ, but none by name; please report"
-        if isinstance(call, CheckCall) and call.locate:
-            differences = _located(call, found, differences)
         result = ReplicaDifferences(differences)
         result.uncompared = tuple(uncompared)
         return result
@@ -214,46 +197,3 @@ def _hashed(tensor: ReplicaTensor, bits: bytes, across_slices: bool) -> _HashedT
     text = scalar_text(element, local.dtype) if element else ""
     place = (tensor.mesh_slice, tuple(local.shape))
     return _HashedTensor(tensor.fqn, tensor.replica_set, place, tensor.coordinate, bits, text, on_slice)
-
-
-def _located(
-    call: Call, found: ReplicaBatches, differences: tuple[ReplicaDifference, ...]
-) -> tuple[ReplicaDifference, ...]:
-    """Adds the first differing element of some: finds the first differing block by digests, then looks into it."""
-    named, rest = differences[:_MAX_LOCATED], differences[_MAX_LOCATED:]
-    own_rank = dist.get_rank() if dist.is_initialized() else 0
-    ranks, opening = scope_ranks(call.scope), call.opening("places of differences")
-    by_fqn = {tensor.fqn: tensor.local for tensor in found.tensors}
-    mine = {at: by_fqn[entry.fqn] for at, entry in enumerate(named) if any(own_rank in side for side in entry.ranks)}
-    described = {at: (tuple(local.shape), local.element_size(), _block_digests(local)) for at, local in mine.items()}
-    of_ranks = dict(zip(ranks, gather_values(described, call.scope, opening=opening), strict=True))
-    blocks = [_first_difference([of_ranks[side[0]][at][2] for side in entry.ranks]) for at, entry in enumerate(named)]
-    bytes_of_block = {at: _bytes_of(local, block) for at, local in mine.items() if (block := blocks[at]) is not None}
-    data = dict(zip(ranks, gather_values(bytes_of_block, call.scope, opening=opening), strict=True))
-    located = []
-    for at, entry in enumerate(named):
-        shape, item_bytes, _ = of_ranks[entry.ranks[0][0]][at]
-        block = blocks[at]
-        inside = None if block is None else _first_difference([data[side[0]][at] for side in entry.ranks])
-        if block is None or inside is None:  # the tensors have changed since they were hashed
-            located.append(entry)
-        else:
-            byte = block * _BLOCK_BYTES + inside
-            index = np.unravel_index(byte // item_bytes, shape)
-            located.append(replace(entry, first_index=tuple(map(int, index))))
-    return (*located, *rest)
-
-
-def _block_digests(local: Tensor) -> list[bytes]:
-    num_blocks = -(-local.numel() * local.element_size() // _BLOCK_BYTES)
-    return [hashlib.blake2b(_bytes_of(local, block), digest_size=8).digest() for block in range(num_blocks)]
-
-
-def _bytes_of(local: Tensor, block: int) -> bytes:
-    """Row-major bytes of one block of a tensor; only a tensor that is not contiguous is copied whole."""
-    return as_bytes(local)[block * _BLOCK_BYTES : (block + 1) * _BLOCK_BYTES].cpu().numpy().tobytes()
-
-
-def _first_difference(sides: Sequence[Sequence[Any]]) -> int | None:
-    """The first position at which sequences of one length are not all equal."""
-    return next((at for at, members in enumerate(zip(*sides, strict=True)) if len(set(members)) > 1), None)

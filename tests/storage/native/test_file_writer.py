@@ -97,7 +97,6 @@ def test_stocks_sync_files_is_sync(tmp_path: Path) -> None:
         ),
         ({"_extensions": ["zstd"]}, "got _extensions=.*, expected none: they change the bytes"),
         ({"sync": False, "sync_files": True}, "got sync=False, sync_files=True, expected False"),
-        ({"branch": "aside"}, "got branch='aside', expected 'set_aside' or 'keep' or 'error'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -20,7 +20,7 @@ from states import blank, differences, save, save_of_run, step_of_run
 import torchtitan_ext as tte
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint import SaveResult
-from torchtitan_ext.errors import NoCheckpointError, StateRefusedError, WrongValueError
+from torchtitan_ext.errors import NoCheckpointError
 from torchtitan_ext.storage import FileReader, FileWriter
 from torchtitan_ext.storage.commit import branch
 from torchtitan_ext.storage.commit.steps import find_steps, folders_in_fallback
@@ -143,19 +143,6 @@ def test_saves_of_a_run_that_is_not_set_back_say_nothing(tmp_path: Path) -> None
     assert sorted(os.listdir(tmp_path)) == ["final", "step-1", "step-2", "step-3"]
 
 
-def test_the_save_can_be_refused_or_leave_all(run: Path) -> None:
-    with pytest.raises(StateRefusedError, match="got branch='error', and the run has newer steps: .*20, .*30; save to"):
-        save_step(run, 11, branch="error")
-    assert steps(run) == [10, 20, 30] and not list(run.glob(".tte*"))
-    save_step(run, 40, branch="error")
-    save_step(run, 11, branch="keep", keep=1)
-    assert steps(run) == [11, 20, 30, 40] and tte.latest(run) == run / "step-40"
-    with pytest.raises(WrongValueError, match="got branch='no', expected 'set_aside', 'keep' or 'error'"):
-        save_step(run, 50, branch="no")
-    with pytest.raises(WrongValueError, match="give it to the writer: FileWriter\\(path, branch='error'\\)"):
-        tte.save({}, storage_writer=FileWriter(run / "step-50"), branch="error")
-
-
 def kill_in(run: Path, name: str, at: int) -> None:
     """Saves step 11 in a process of its own that is killed before this call, of this name, counted from 1."""
     calls = iter(range(1, 100))
@@ -255,7 +242,7 @@ def test_both_directories_of_a_run_with_a_fallback(
         save_step(run, 11, 0.5, fallback=fallback)
     assert steps(run) == [10, 11] and steps(folder) == [] and latest_everywhere(run, fallback=fallback) == {11}
     # Storage refuses step 12: it lies in the fallback, and what it leaves behind in the run.
-    save_step(run, 40, branch="keep")
+    save_step(run, 40)
     loaded(run, 11, 0.5)
     original = FileWriter.prepare_global_plan
 

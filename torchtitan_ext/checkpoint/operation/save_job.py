@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from torchtitan_ext.checkpoint.operation.arguments import check_group, check_pattern, check_state_and_place
 from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
 from torchtitan_ext.errors import WrongValueError, check_argument, check_choice, check_count, value_error
-from torchtitan_ext.storage.commit.branch import Branch
 from torchtitan_ext.storage.commit.steps import folders_in_fallback
 from torchtitan_ext.storage.location import is_local, is_plain_url, is_url
 from torchtitan_ext.storage.runs.retention import Keep
@@ -76,6 +75,7 @@ class SaveJob:
 
     Attributes:
         max_file_bytes, transform: How safetensors are written; a checkpoint of DCP has no use for them.
+        sets_aside: Whether newer steps of the run move aside where it was set back.
         runs: The directories that may have steps of the run: that of the path, and its folders in the fallback.
         fallback_place: Where the coordinator writes what storage refuses at ``path``: ranks may know the run by
             different paths.
@@ -91,7 +91,7 @@ class SaveJob:
     format: Literal["dcp", "safetensors"] = "dcp"
     max_file_bytes: int = MAX_FILE_BYTES
     transform: Transform | None = None
-    branch: Branch = "set_aside"
+    sets_aside: bool = True
     runs: tuple[Path, ...] = ()
     fallback_place: str | None = None
 
@@ -103,7 +103,6 @@ class SaveJob:
         check_argument(operation, "storage_writer", self.storage_writer, (StorageWriter, NoneType), expected)
         check_group(operation, group)
         self.on_storage_error.check(operation)
-        check_choice(operation, "branch", self.branch, Branch)
         check_argument(operation, "fingerprints", self.fingerprints, bool, "True or False")
         self._check_options_of_files(operation)
         if self.format == "safetensors":
@@ -118,20 +117,18 @@ class SaveJob:
 
     def _check_options_of_files(self, operation: str) -> None:
         """Raises ValueError of options that only our own files in a directory have."""
-        for name, value in (("branch", self.branch), ("fingerprints", self.fingerprints)):
-            if self.storage_writer is not None and value not in ("set_aside", False):
-                raise WrongValueError(
-                    f"{operation}: got {name}={value!r} and a storage_writer; give it to the writer: FileWriter(path, "
-                    f"{name}={value!r})"
-                )
+        if self.storage_writer is not None and self.fingerprints:
+            raise WrongValueError(
+                f"{operation}: got fingerprints=True and a storage_writer; give it to the writer: FileWriter(path, "
+                "fingerprints=True)"
+            )
         removes = "steps at this URL are not removed; leave keep= out, and remove old ones by a rule of the storage"
         keep = f"keep={self.keep and self.keep.newest}"
-        for is_asked, option, place, is_refused, why in (
-            (self.branch == "error", "branch='error'", self.path, is_url, "newer steps at a URL are not looked for"),
-            (self.fingerprints, "fingerprints=True", self.path, is_plain_url, "they stand in an index of our files"),
-            (self.keep is not None, keep, self.path, is_plain_url, removes),
+        for is_asked, option, place, why in (
+            (self.fingerprints, "fingerprints=True", self.path, "they stand in an index of our files"),
+            (self.keep is not None, keep, self.path, removes),
         ):
-            if is_asked and place is not None and is_refused(place):
+            if is_asked and place is not None and is_plain_url(place):
                 raise WrongValueError(f"{operation}: got {option} and {str(place)!r}, expected a directory: {why}")
 
     def _check_weights(self, operation: str) -> None:

@@ -82,7 +82,8 @@ def writer_at(job: SaveJob) -> StorageWriter:
     if writer is None and path is not None and is_in_object_store(path):
         return ObjectWriter(path, fingerprints=job.fingerprints)
     if writer is None and path is not None and FileWriter.validate_checkpoint_id(path):
-        made = FileWriter(path, fingerprints=job.fingerprints, step_pattern=job.step_pattern, branch=job.branch)
+        made = FileWriter(path, fingerprints=job.fingerprints, step_pattern=job.step_pattern)
+        made.sets_aside = job.sets_aside
         own = os.path.realpath(made.target.parent)
         made.beside = tuple(run for run in job.runs if os.path.realpath(run) != own)
         return made

@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import SaveInProgressError, named, warn
@@ -27,9 +27,6 @@ from torchtitan_ext.storage.commit.commit import lock_path
 from torchtitan_ext.storage.commit.save_lock import SaveLock
 from torchtitan_ext.storage.commit.steps import has_finished, own_pattern, step_of, step_paths
 from torchtitan_ext.storage.location import Place
-
-Branch = Literal["set_aside", "keep", "error"]
-"""What a save does about newer steps of its run: it sets them aside, leaves them as they are, or is refused."""
 
 ABANDONED = "abandoned"
 """The directory of a run for steps that were set aside. Trainers find no ``step-<number>`` in this name."""
@@ -187,7 +184,7 @@ def set_aside(place: PlaceInRun, save_id: str, *, sync: bool) -> None:
     where = f"set aside in {' and '.join(map(str, moved.values()))}" if moved else "passed over by loads"
     warn(
         f"save: the run goes on with step {place.number}, below its step(s) {numbers}: these are abandoned, and {where}"
-        "; torchtitan-ext gc RUN --abandoned --yes removes them, branch='error' refuses such a save"
+        "; torchtitan-ext gc RUN --abandoned --yes removes them"
     )
 
 

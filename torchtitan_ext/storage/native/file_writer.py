@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, get_args, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -22,11 +22,10 @@ from torch.futures import Future
 
 from torchtitan_ext import _core
 from torchtitan_ext.dcp_private import StreamTransformExtension
-from torchtitan_ext.errors import Problem, WrongValueError, named, only_printed, refusal, warn
+from torchtitan_ext.errors import WrongValueError, only_printed, warn
 from torchtitan_ext.layout.wrapper import without_slack
 from torchtitan_ext.storage.checkpoint_files import BLOCK_BYTES, index_path, metadata_path, thread_count_of
 from torchtitan_ext.storage.commit.branch import (
-    Branch,
     PlaceInRun,
     last_name,
     notes_of_place,
@@ -95,9 +94,7 @@ class FileWriter(StorageWriter):
         overwrite: Whether the save may replace an old checkpoint.
         fingerprints: Take a fingerprint of each saved chunk while it is written, into the index: ``tte.load`` with
             ``prove=True`` compares what it has loaded with them. The names of the files have the save id then.
-        step_pattern: How the run names its steps.
-        branch: What becomes of newer steps of the run, if the path is a step of one: ``"set_aside"``, ``"keep"`` or
-            ``"error"``, as in ``tte.save``.
+        step_pattern: How the run names its steps, of which newer ones are set aside.
         sync_files: The name of ``sync`` in ``FileSystemWriter``.
         per_thread_copy_ahead: Accepted like in ``FileSystemWriter`` and ignored: tensors of an accelerator come to the
             host in buckets, each while the one before is written.
@@ -127,7 +124,6 @@ class FileWriter(StorageWriter):
         overwrite: bool = True,
         fingerprints: bool = False,
         step_pattern: str | None = None,
-        branch: Branch = "set_aside",
         sync_files: bool | None = None,
         single_file_per_rank: bool = True,
         per_thread_copy_ahead: int | None = None,
@@ -136,8 +132,6 @@ class FileWriter(StorageWriter):
         _extensions: Sequence[StreamTransformExtension] | None = None,
     ) -> None:
         super().__init__()
-        if branch not in get_args(Branch):
-            raise _not_followed("branch", branch, " or ".join(map(repr, get_args(Branch))))
         if sync_files and not sync:
             raise _not_followed("sync=False, sync_files", True, "False: both say whether files are synced")
         if not single_file_per_rank:
@@ -157,7 +151,7 @@ class FileWriter(StorageWriter):
         self.sync = sync if sync_files is None else sync_files
         self.overwrite = overwrite
         self.step_pattern = step_pattern
-        self.branch = branch
+        self.sets_aside = True
         self.beside: tuple[Path, ...] = ()
         self._last_name = last_name(self.target)
         self._place_at_begin: PlaceInRun | None = None
@@ -215,7 +209,9 @@ class FileWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.abandon()
         # Steps of other jobs that are saved meanwhile are none that this save leaves behind.
-        self._place_at_begin = self._place()
+        self._place_at_begin = None
+        if self.sets_aside:
+            self._place_at_begin = place_in_run(self._directory, self.step_pattern, self._last_name, self.beside)
         self._save = begin_save(self._directory, self.save_id, names_have_id=self.fingerprints)
         return [dataclasses.replace(plan, storage_data=FilePrefix(f"__{rank}_")) for rank, plan in enumerate(plans)]
 
@@ -258,24 +254,6 @@ class FileWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return is_local(checkpoint_id)
-
-    def _place(self) -> PlaceInRun | None:
-        """Where this save stands in its run as it begins; ``None`` where it leaves the other steps as they are.
-
-        Raises:
-            StateRefusedError: It is below newer steps, and ``branch`` is ``"error"``.
-        """
-        if self.branch == "keep":
-            return None
-        place = place_in_run(self._directory, self.step_pattern, self._last_name, self.beside)
-        if place is not None and place.newer and self.branch == "error":
-            steps = [str(step.path) for step in reversed(place.newer)]
-            detail = (
-                f"got branch='error', and the run has newer steps: {named(steps)}; save to another run, move them, or "
-                "pass branch='set_aside', which moves them"
-            )
-            raise refusal("save", [Problem("newer_steps", str(self.target), detail)])
-        return place
 
     @property
     def _directory(self) -> Path:

@@ -56,13 +56,7 @@ class ObjectWriter(FileWriter):
                 f"ObjectWriter: got {os.fspath(url)!r}, expected a URL such as 's3://bucket/run/step-100'; install "
                 "torchtitan-ext[remote]"
             )
-        super().__init__(
-            url,
-            thread_count=thread_count,
-            overwrite=overwrite,
-            fingerprints=fingerprints,
-            branch="keep",
-        )
+        super().__init__(url, thread_count=thread_count, overwrite=overwrite, fingerprints=fingerprints)
 
     def _go_to(self, path: str | os.PathLike[str]) -> None:
         self.path = self.target = self._folder = Location(path)
