@@ -256,7 +256,6 @@ class FusedGenerator:
                 dim = 1 if name.endswith(("o", "down")) else 0
                 sizes = (height // 2, width) if dim == 0 else (height, width // 2)
                 target[name] = DTensor.from_local(torch.zeros(sizes, dtype=torch.bfloat16), halves, [Shard(dim)])
-        quantised = self.quantised_plan(source, None if target is None else halves)
         options: dict[str, Any] = {"transform": self.transform, "cast": "allow"}
         plan = tte.transfer.plan_reshard(source, target, **options)
         keeping = tte.transfer.plan_reshard(source, target, keep_sent=True, **options)
@@ -268,7 +267,7 @@ class FusedGenerator:
                 tensor.to_local().view(-1)[::100] *= 1.5
             keeping.run(version=next(versions), changed_only=True)
 
-        def gather_and_fuse(then: Callable[[Tensor], Tensor] = lambda made: made) -> None:
+        def gather_and_fuse() -> None:
             whole = {name: tensor.full_tensor() for name, tensor in source.items()}
             if target is None:
                 return
@@ -277,9 +276,9 @@ class FusedGenerator:
                 names = parts.split("_")
                 if len(names) > 1:
                     mine = [whole[f"{layer}.{part}"].chunk(2)[rank] for part in names]
-                    tensor.to_local().copy_(then(torch.cat(mine)))
+                    tensor.to_local().copy_(torch.cat(mine))
                 else:
-                    tensor.to_local().copy_(then(whole[name].chunk(2, 1)[rank]))
+                    tensor.to_local().copy_(whole[name].chunk(2, 1)[rank])
 
         sent, received = [0] * WORLD_SIZE, [0] * WORLD_SIZE
         for (sender, receiver), num_bytes in plan.bytes_between.items():
@@ -292,39 +291,9 @@ class FusedGenerator:
             LIMIT: lambda: dist.all_to_all_single(filled, flat, received, sent),
             KEPT: plan.run,
             "a kept plan's run, changed_only, 1 % changed": send_changes,
-            "a kept plan's run, to fp8 in blocks of 128 x 128": quantised.run,
-            "full_tensor, then cat, quantise and copy": lambda: gather_and_fuse(quantised_by_hand),
             "tte.reshard, planning included": lambda: tte.reshard(source, target, **options),
             "full_tensor, then cat, cast and copy": gather_and_fuse,
         }
-
-    def quantised_plan(self, source: dict[str, DTensor], halves: DeviceMesh | None) -> TransferPlan:
-        """To the same generator in fp8, with a scale for each block."""
-        names = [*dict.fromkeys(name.partition(".")[2] for name in self.targets)]
-        step = [transforms.cast("bfloat16"), transforms.quantize([128, 128], scaling="deepseek")]
-        in_blocks = Transform([Rule(f"*.{name}", [f"*.{name}", f"*.{name}_scale_inv"], step) for name in names])
-        target = None
-        if halves is not None:
-            target = {}
-            for name, (height, width) in self.targets.items():
-                dim = 1 if name.endswith(("o", "down")) else 0
-                grid = torch.zeros(-(-height // 128), -(-width // 128))
-                values = torch.zeros(height, width, dtype=torch.uint8).chunk(2, dim)[halves.get_local_rank()]
-                values = values.clone().view(torch.float8_e4m3fn)
-                target[name] = DTensor.from_local(values, halves, [Shard(dim)])
-                target[f"{name}_scale_inv"] = distribute_tensor(grid, halves, [Shard(dim)])
-        return tte.transfer.plan_reshard(source, target, transform=self.transform.then(in_blocks))
-
-
-def quantised_by_hand(made: Tensor) -> Tensor:
-    """In blocks of 128 x 128, as DeepGEMM does it, and back, for the copy; the last blocks of a part are cut off."""
-    height, width = made.shape
-    padded = torch.zeros(-(-height // 128) * 128, -(-width // 128) * 128)
-    padded[:height, :width] = made.bfloat16()
-    blocks = padded.view(padded.shape[0] // 128, 128, -1, 128)
-    amax = blocks.abs().amax(dim=(1, 3), keepdim=True).clamp(1e-4)
-    values = (blocks * (448.0 / amax)).to(torch.float8_e4m3fn)
-    return values.view(padded.shape)[:height, :width]
 
 
 FUSED = FusedGenerator(512, 1152, LAYERS)

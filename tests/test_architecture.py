@@ -49,16 +49,15 @@ INNER_ROWS = {
     ],
     "checkpoint": [{"tables"}, {"rules"}, {"planners"}, {"staging"}, {"operation"}, {""}],
     "transfer": [
-        {"copies", "mapped"},
+        {"copies", "key_sources"},
         {"endpoint", "phases", "planning", "recover_report", "transport"},
         {"changed", "side"},
-        {"quantizer"},
         {"plan", "survivors"},
         {"recovery", "state_dicts"},
         {"dtensors"},
         {""},
     ],
-    "transforms": [{"rules"}, {"block_scales", "ready"}, {"mapped"}, {"mapped_reads", "weights"}, {"reader"}, {""}],
+    "transforms": [{"rules"}, {"ready"}, {"mapped"}, {"mapped_reads", "weights"}, {"reader"}, {""}],
     "delta": [
         {"held", "saved_changes"},
         {"part_reads"},

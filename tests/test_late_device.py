@@ -8,7 +8,6 @@ import late
 import pytest
 import torch
 import torch.distributed as dist
-from block_scales import quantized
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -180,13 +179,6 @@ def check_ops(rank: int, world_size: int) -> None:
     assert torch.equal(target.cpu()[[1, 2, 5, 6]], packed.cpu())
     expected = ops.fingerprint_shard(packed.cpu(), shard, (8, 2))
     assert ops.fingerprint_shard(packed, shard, (8, 2)).item() == expected.item()
-    part = ops.BlockPart(0, (4, 4), (1, 1), (0, 0), [(0, 1), (1, 1)])
-    amax, fp8 = torch.zeros(2, device="late"), torch.zeros(8, 2, device="late").to(torch.float8_e4m3fn)
-    ops.block_amax_([source.to("late")], [part], amax)
-    ops.quantize_blocks_([source.to("late")], [part], 448 / amax, [fp8])
-    assert torch.equal(
-        fp8.cpu().view(torch.uint8), quantized(source, (4, 4), fp8.dtype, "transformers")[0].view(torch.uint8)
-    )
     with pytest.raises(ValueError, match="out has 3 bytes"):
         ops.flatten_into_(there, out[:3])
     with pytest.raises(ValueError, match="different devices"):

@@ -261,13 +261,9 @@ def test_compiled_by_inductor(mode: str) -> None:
         flat = ops.flatten_tensors([local, other.t()], alignment=16, dtype=torch.float32)
         restored = [torch.zeros_like(local), torch.zeros_like(local.t())]
         ops.unflatten_tensors_(restored, flat.detach(), alignment=16)
-        amax, fp8 = torch.zeros(4, device="cuda"), torch.empty_like(local, dtype=torch.float8_e4m3fn)
-        part = ops.BlockPart(0, (2, 2), (1, 1), (0, 0), [(0, 1), (1, 1)])
-        ops.block_amax_([local.detach()], [part], amax)
-        ops.quantize_blocks_([local.detach()], [part], 448 / amax.clamp(min=1), [fp8])
         loss = (local * weight).sum() + flat.square().sum() + ops.unpack_shard(src, weight, TWO_CHUNKS).square().sum()
         digest = ops.fingerprint_shard(filled, whole(filled), (6, 8))
-        return loss, filled, digest, restored[0] + 1, restored[1] + 1, amax * 2, fp8.float()
+        return loss, filled, digest, restored[0] + 1, restored[1] + 1
 
     compiled = torch.compile(step, fullgraph=True, mode=mode)
     for seed in range(5):

@@ -1180,8 +1180,6 @@ class TransferPair:
     @property
     def is_mapped(self) -> bool: ...
     @property
-    def is_quantized(self) -> bool: ...
-    @property
     def target_class(self) -> int: ...
     cast_to: int
     @property
@@ -1195,7 +1193,7 @@ def pair_keys(
     source: JointTable,
     target: JointTable,
     source_of: Sequence[int],
-    mapped: Sequence[tuple[int, TensorMap | None, int, bool]] = ...,
+    mapped: Sequence[tuple[int, TensorMap, int]] = ...,
     distrusted: Mapping[int, Sequence[int]] = ...,
 ) -> list[TransferPair]: ...
 
@@ -1226,9 +1224,6 @@ class BoxTable:
     def entries(self) -> bytes: ...
     @property
     def views(self) -> list[tuple[int, _View]]: ...
-    @property
-    def quantized(self) -> list[tuple[int, int, _View]]:
-        """Views that are quantised before they are sent, the target key of each, and where in it that goes."""
     @property
     def changed(self) -> list[int]:
         """The numbers of boxes that a map or a cast changes."""
@@ -1305,22 +1300,6 @@ class MappedTensor:
     @property
     def name(self) -> str: ...
     @property
-    def shape(self) -> _Sizes: ...
-    @property
-    def block(self) -> _Sizes | None:
-        """Of what is quantised, and of its scales: ``values`` are the elements before, ``partner`` the other one."""
-    def grid(self, shape: Sequence[int]) -> _Sizes:
-        """Of what is quantised how many blocks a tensor of this shape has along each dim."""
-    @property
-    def fp8(self) -> str:
-        """Its dtype, also of the scales."""
-    @property
-    def scaling(self) -> str: ...
-    @property
-    def is_scales(self) -> bool: ...
-    @property
-    def partner(self) -> str: ...
-    @property
     def dtypes(self) -> list[str]: ...
     @property
     def values(self) -> TensorMap: ...
@@ -1335,7 +1314,7 @@ class ResolvedTransform:
     @property
     def problems(self) -> list[tuple[str, str]]: ...
 
-_StepArguments = tuple[str, int, Sequence[int], Sequence[Sequence[int]], str, float, str]
+_StepArguments = tuple[str, int, Sequence[int], Sequence[Sequence[int]], str, float]
 
 def resolve_transform(
     stages: Sequence[

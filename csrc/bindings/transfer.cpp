@@ -44,7 +44,6 @@ void register_transfer(py::module_& module) {
                              })
       .def_property_readonly("distrusted", [](const TransferPair& pair) { return pair.sources.at(0).distrusted; })
       .def_property_readonly("is_mapped", [](const TransferPair& pair) { return pair.map != nullptr; })
-      .def_readonly("is_quantized", &TransferPair::is_quantized)
       .def_readonly("target_class", &TransferPair::target_class)
       .def_readwrite("cast_to", &TransferPair::cast_to)
       .def_readonly("source_keys", &TransferPair::source_keys)
@@ -52,16 +51,14 @@ void register_transfer(py::module_& module) {
   module.def(
       "pair_keys",
       [](const JointTable& source, const JointTable& target, const std::vector<uint32_t>& source_of,
-         const std::vector<std::tuple<uint32_t, const core::TensorMap*, int64_t, bool>>& mapped,
+         const std::vector<std::tuple<uint32_t, const core::TensorMap*, int64_t>>& mapped,
          const std::map<uint32_t, std::vector<int64_t>>& distrusted) {
         std::vector<core::MappedKey> keys;
-        for (const auto& [key, map, cast_to, is_quantized] : mapped) {
-          keys.push_back({key, map == nullptr ? core::TensorMap() : *map, cast_to, is_quantized});
-        }
+        for (const auto& [key, map, cast_to] : mapped) keys.push_back({key, *map, cast_to});
         return core::pair_keys(source, target, source_of, keys, distrusted);
       },
       py::arg("source"), py::arg("target"), py::arg("source_of"),
-      py::arg("mapped") = std::vector<std::tuple<uint32_t, const core::TensorMap*, int64_t, bool>>(),
+      py::arg("mapped") = std::vector<std::tuple<uint32_t, const core::TensorMap*, int64_t>>(),
       py::arg("distrusted") = std::map<uint32_t, std::vector<int64_t>>());
   py::class_<TransferPlan>(module, "TransferPlan", "Who sends what to whom; see csrc/core/transfer_plan.h.")
       .def(py::init<const JointTable&, const JointTable&, std::vector<TransferPair>, std::vector<uint32_t>, bool>(),
@@ -87,15 +84,6 @@ void register_transfer(py::module_& module) {
                                  views.append(py::make_tuple(tensor, to_view(view, sizes)));
                                }
                                return views;
-                             })
-      .def_property_readonly("quantized",
-                             [](const BoxTable& table) {
-                               py::list quantized;
-                               for (const auto& [view, key, place] : table.quantized) {
-                                 const core::Sizes& sizes = table.views.at(static_cast<size_t>(view)).sizes;
-                                 quantized.append(py::make_tuple(view, key, to_view(place, sizes)));
-                               }
-                               return quantized;
                              })
       .def_readonly("changed", &BoxTable::changed)
       .def_readonly("bytes_of_peer", &BoxTable::bytes_of_peer);

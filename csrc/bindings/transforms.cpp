@@ -23,7 +23,7 @@ using storage::PlainTensor;
 
 namespace {
 
-using StepArguments = std::tuple<std::string, int64_t, Sizes, std::vector<Sizes>, std::string, double, std::string>;
+using StepArguments = std::tuple<std::string, int64_t, Sizes, std::vector<Sizes>, std::string, double>;
 using RuleArguments = std::tuple<std::vector<std::string>, std::vector<std::string>, std::vector<StepArguments>, bool>;
 using StageArguments = std::pair<std::vector<RuleArguments>, std::vector<std::string>>;
 using SourceArguments = std::tuple<std::string, std::string, Sizes>;
@@ -46,10 +46,9 @@ TransformStep to_step(const StepArguments& arguments) {
       {"crop", Op::kCrop},
       {"cast", Op::kCast},
       {"dequantize", Op::kDequantize},
-      {"quantize", Op::kQuantize},
   };
-  const auto& [op, dim, sizes, offsets, dtype, value, scaling] = arguments;
-  return {kOps.at(op), dim, sizes, offsets, dtype, value, scaling};
+  const auto& [op, dim, sizes, offsets, dtype, value] = arguments;
+  return {kOps.at(op), dim, sizes, offsets, dtype, value};
 }
 
 ResolvedTransform resolve_py(const std::vector<StageArguments>& stages, const std::vector<SourceArguments>& sources) {
@@ -151,25 +150,7 @@ void define_transforms(py::module_& module) {
       .def_readonly("dtypes", &MappedTensor::dtypes)
       .def_readonly("values", &MappedTensor::values)
       .def_readonly("scales", &MappedTensor::scales)
-      .def_readonly("value", &MappedTensor::value)
-      .def_property_readonly("shape", [](const MappedTensor& self) { return to_tuple(self.shape()); })
-      .def_property_readonly("block",
-                             [](const MappedTensor& self) {
-                               return self.quantized ? py::object(to_tuple(self.quantized->block)) : py::none();
-                             })
-      .def(
-          "grid",
-          [](const MappedTensor& self, const Sizes& shape) {
-            TTE_CHECK(self.quantized, "grid", self.name, " is not quantised");
-            return to_tuple(self.quantized->grid(shape));
-          },
-          py::arg("shape"))
-      .def_property_readonly("fp8",
-                             [](const MappedTensor& self) { return self.quantized ? self.quantized->dtype : ""; })
-      .def_property_readonly("scaling",
-                             [](const MappedTensor& self) { return self.quantized ? self.quantized->scaling : ""; })
-      .def_readonly("is_scales", &MappedTensor::is_scales)
-      .def_property_readonly("partner", [](const MappedTensor& self) { return to_str(self.partner); });
+      .def_readonly("value", &MappedTensor::value);
   py::class_<ResolvedTransform>(module, "ResolvedTransform")
       .def_readonly("targets", &ResolvedTransform::targets)
       .def_property_readonly("problems", [](const ResolvedTransform& self) {

@@ -82,8 +82,7 @@ Flow plan_flow(std::vector<Supply> supplies, std::span<const Demand> demands, Ho
                               demand.chunks[overlap.wanted],
                               overlap.sizes,
                               {sum_of(supply.box.local_offsets, overlap.saved_offsets), {}},
-                              {overlap.local_offsets, {}},
-                              {}});
+                              {overlap.local_offsets, {}}});
       }
     }
   }
@@ -106,7 +105,6 @@ Flow plan_mapped_flow(const TensorMap& map, std::span<const MappedSupplies> sour
     moves.clear();
     for (size_t wanted = 0; wanted < demand.boxes.size(); ++wanted) {
       const Chunk& box = demand.boxes[wanted];
-      if (map.pieces.empty()) flow.absent.push_back({position, demand.chunks[wanted], box});
       moves.push_back(find_moves(map, box_of(box), held));
       for (MapFill& fill : find_fills(map, box_of(box))) {
         fill.dst.offsets = sum_of(box.local_offsets, fill.dst.offsets);
@@ -125,8 +123,7 @@ Flow plan_mapped_flow(const TensorMap& map, std::span<const MappedSupplies> sour
                                 demand.chunks[wanted],
                                 move.sizes,
                                 {sum_of(supply.box.local_offsets, move.src.offsets), move.src.steps},
-                                {sum_of(demand.boxes[wanted].local_offsets, move.dst.offsets), move.dst.steps},
-                                sum_of(demand.boxes[wanted].offsets, move.dst.offsets)});
+                                {sum_of(demand.boxes[wanted].local_offsets, move.dst.offsets), move.dst.steps}});
         }
       }
     }

@@ -48,7 +48,6 @@ struct Move {
   Sizes sizes;
   BoxView src;  // in the local tensor of each
   BoxView dst;
-  Sizes place;  // of a map where `dst` begins in the global tensor
 };
 
 // A part of a wanted box that nobody holds, wanted by all ranks of a demand.

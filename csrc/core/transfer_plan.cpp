@@ -123,7 +123,7 @@ std::vector<TransferPair> pair_keys(const JointTable& source, const JointTable& 
   for (const MappedKey& one : mapped) map_of.at(one.key) = &one;
   std::vector<TransferPair> pairs;
   // Positions of pairs: several where maps differ.
-  std::map<std::tuple<uint32_t, int64_t, bool, std::vector<PairSource>>, std::vector<size_t>> alike;
+  std::map<std::tuple<uint32_t, int64_t, std::vector<PairSource>>, std::vector<size_t>> alike;
   for (uint32_t key = 0; key < source_of.size(); ++key) {
     if (source_of[key] == JointTable::kNoClass && map_of[key] == nullptr) continue;
     TransferPair pair{{}, target.class_of(key), -1, {}, {key}, nullptr};
@@ -140,7 +140,6 @@ std::vector<TransferPair> pair_keys(const JointTable& source, const JointTable& 
         piece.source = number;
       }
       pair.cast_to = map_of[key]->cast_to;
-      pair.is_quantized = map_of[key]->is_quantized;
       pair.map = std::make_shared<const TensorMap>(std::move(map));
     }
     for (const uint32_t of : pair.source_keys) {
@@ -149,7 +148,7 @@ std::vector<TransferPair> pair_keys(const JointTable& source, const JointTable& 
       TTE_CHECK(pair.sources.back().key_class != JointTable::kNoClass, "pair_keys", "no rank holds ",
                 std::string(source.name(of)));
     }
-    std::vector<size_t>& positions = alike[{pair.target_class, pair.cast_to, pair.is_quantized, pair.sources}];
+    std::vector<size_t>& positions = alike[{pair.target_class, pair.cast_to, pair.sources}];
     const auto same = std::ranges::find_if(positions, [&](size_t position) {
       const TransferPair& other = pairs[position];
       if (!pair.map || !other.map) return pair.map == other.map;
@@ -182,13 +181,6 @@ void put_view(WireWriter& out, const BoxView& view, const Sizes& sizes) {
 // Whether it is no box of the tensor; a view of one element has no steps either.
 bool is_view(const BoxView& view, const Sizes& sizes) {
   return !view.steps.empty() || view.offsets.size() != sizes.size();
-}
-
-// The view with a step for each dim, also where it is a box.
-BoxView with_steps(BoxView view, const Sizes& sizes) {
-  if (is_view(view, sizes)) return view;
-  for (uint32_t dim = 0; dim < sizes.size(); ++dim) view.steps.push_back({dim, 1});
-  return view;
 }
 
 void get_view(WireReader& in, BoxView& view, Sizes& sizes) {
@@ -225,15 +217,12 @@ struct TransferPlan::Side {
   Side(const JointTable& of, std::vector<std::string>& to)
       : joint(of), told(to), boxes(of.num_ranks()), num_boxes(of.num_ranks(), 0) {}
 
-  // `place`: of what is quantised where it goes in the key.
-  void add_box(int64_t rank, int64_t peer, uint32_t source, uint32_t chunk, const BoxView& view, const Sizes& sizes,
-               const BoxView* place = nullptr) {
+  void add_box(int64_t rank, int64_t peer, uint32_t source, uint32_t chunk, const BoxView& view, const Sizes& sizes) {
     WireWriter& out = boxes[static_cast<size_t>(rank)];
     out.put(static_cast<uint64_t>(peer));
     out.put(source);
     out.put(chunk);
     put_view(out, view, sizes);
-    if (place != nullptr) put_view(out, *place, sizes);
     ++num_boxes[static_cast<size_t>(rank)];
   }
 
@@ -254,11 +243,9 @@ struct TransferPlan::Side {
     ++num_boxes[static_cast<size_t>(rank)];
   }
 
-  // Args:
-  //   keys_each: how many of the keys belong together;
-  //   quantized: the target keys, where they are quantised from `keys`.
+  // `keys_each`: how many of the keys belong together.
   void finish_pair(const std::vector<uint32_t>& keys, size_t keys_each, int64_t item_bytes, int64_t cast_to,
-                   bool is_changed, const std::vector<uint32_t>& quantized = {}) {
+                   bool is_changed) {
     keys_of_pair.clear();
     for (size_t rank = 0; rank < boxes.size(); ++rank) {
       if (num_boxes[rank] == 0) continue;
@@ -268,8 +255,6 @@ struct TransferPlan::Side {
       out.put(is_changed ? 1 : 0);
       out.put(keys_each);
       out.append(encoded_keys(static_cast<int64_t>(rank), keys));
-      out.put(quantized.size());
-      for (const uint32_t key : quantized) out.put(key);
       out.put(num_boxes[rank]);
       out.append(boxes[rank].take());
       told[rank] += out.take();
@@ -347,9 +332,7 @@ void TransferPlan::plan_pair(size_t position, const TransferPair& pair, Side& so
   for (const Move& move : flow.moves) {
     int64_t& between = bytes_between_[{move.src_rank, move.dst_rank}];
     between = checked_add(between, checked_mul(num_elements(move.sizes), key_bytes));
-    const BoxView place{move.place, move.dst.steps};
-    source_side.add_box(move.src_rank, move.dst_rank, move.source, move.src_chunk, move.src, move.sizes,
-                        pair.is_quantized ? &place : nullptr);
+    source_side.add_box(move.src_rank, move.dst_rank, move.source, move.src_chunk, move.src, move.sizes);
     target_side.add_box(move.dst_rank, move.src_rank, 0, move.dst_chunk, move.dst, move.sizes);
   }
   for (const Absent& absent : flow.absent) {
@@ -364,8 +347,7 @@ void TransferPlan::plan_pair(size_t position, const TransferPair& pair, Side& so
     }
   }
   const bool is_changed = pair.map || pair.cast_to >= 0;
-  source_side.finish_pair(pair.source_keys, pair.sources.size(), item_bytes, pair.cast_to, is_changed,
-                          pair.is_quantized ? pair.target_keys : std::vector<uint32_t>());
+  source_side.finish_pair(pair.source_keys, pair.sources.size(), item_bytes, pair.cast_to, is_changed);
   target_side.finish_pair(pair.target_keys, 1, item_bytes, -1, is_changed);
   absent_side.finish_pair(pair.target_keys, 1, item_bytes, -1, is_changed);
   filled_side.finish_pair(pair.target_keys, 1, item_bytes, -1, is_changed);
@@ -387,7 +369,6 @@ struct PairHead {
   bool is_changed = false;
   size_t keys_each = 1;
   std::vector<int64_t> positions;
-  std::vector<int64_t> quantized;  // the target keys, by their numbers
 };
 
 PairHead get_head(WireReader& in) {
@@ -399,11 +380,6 @@ PairHead get_head(WireReader& in) {
   head.positions = get_positions(in);
   if (head.keys_each == 0 || head.positions.size() % head.keys_each != 0) {
     in.fail("keys that belong together", "they are not");
-  }
-  head.quantized.resize(in.get_count("quantised keys"));
-  for (int64_t& key : head.quantized) key = static_cast<int64_t>(in.get("quantised key"));
-  if (!head.quantized.empty() && head.quantized.size() * head.keys_each != head.positions.size()) {
-    in.fail("quantised keys", "they are not as many as those that they are made of");
   }
   return head;
 }
@@ -462,14 +438,13 @@ BoxTable expand_transfers(std::string_view bytes, const std::vector<int64_t>& fi
     int64_t chunk;
     Sizes sizes;
     BoxView view;
-    BoxView place;
   };
   WireReader in(bytes, "transfers");
   std::map<int64_t, std::vector<int64_t>> of_peer;
   std::map<int64_t, std::vector<bool>> are_changed;
   BoxTable table;
   while (in.num_left() > 0) {
-    const auto& [item_bytes, cast_to, is_changed, keys_each, positions, quantized] = get_head(in);
+    const auto& [item_bytes, cast_to, is_changed, keys_each, positions] = get_head(in);
     std::vector<Box> boxes;
     const size_t num_boxes = in.get_count("boxes", 6);
     for (size_t index = 0; index < num_boxes; ++index) {
@@ -478,24 +453,13 @@ BoxTable expand_transfers(std::string_view bytes, const std::vector<int64_t>& fi
       box.source = in.get_index("source of a map", keys_each);
       box.chunk = static_cast<int64_t>(in.get("box of a tensor"));
       get_view(in, box.view, box.sizes);
-      if (!quantized.empty()) {
-        Sizes again;
-        get_view(in, box.place, again);
-        if (again != box.sizes) in.fail("place of a box", "it has other sizes");
-        box.view = with_steps(std::move(box.view), box.sizes);
-        box.place = with_steps(std::move(box.place), box.sizes);
-      }
       boxes.push_back(std::move(box));
     }
     for (size_t first = 0; first < positions.size(); first += keys_each) {
       for (const Box& box : boxes) {
         int64_t tensor = tensor_at(in, first_tensor, positions[first + box.source]) + box.chunk;
         Sizes offsets = box.view.offsets;
-        if (!quantized.empty()) {
-          table.quantized.push_back(
-              {static_cast<int64_t>(table.views.size()), quantized[first / keys_each], box.place});
-        }
-        if (is_view(box.view, box.sizes) || !quantized.empty()) {
+        if (is_view(box.view, box.sizes)) {
           table.views.push_back({tensor, box.sizes, box.view});
           tensor = num_tensors + static_cast<int64_t>(table.views.size()) - 1;
           offsets.assign(box.sizes.size(), 0);

@@ -49,7 +49,6 @@ struct TransferPair {
   std::vector<uint32_t> source_keys;
   std::vector<uint32_t> target_keys;
   std::shared_ptr<const TensorMap> map;  // over `sources`; none where a key is what one key of the source is
-  bool is_quantized = false;             // by the sender, which needs to know the place of each element in the key
 };
 
 // A key of the target that a map makes of keys of the source, which the map has by their numbers.
@@ -57,7 +56,6 @@ struct MappedKey {
   uint32_t key = 0;
   TensorMap map;
   int64_t cast_to = -1;
-  bool is_quantized = false;
 };
 
 // The pairs, in the order of the lowest target key of each. Args:
@@ -115,15 +113,8 @@ struct BoxTable {
     Sizes sizes;
     BoxView view;
   };
-  // Of a view that is quantised before it is sent the target key, by its number in that table, and where in it that goes.
-  struct Quantized {
-    int64_t view = 0;
-    int64_t key = 0;
-    BoxView place;
-  };
   std::vector<int64_t> entries;
   std::vector<View> views;
-  std::vector<Quantized> quantized;
   std::vector<int64_t> changed;  // the numbers of boxes that a map or a cast changes, the same boxes on both sides
   std::map<int64_t, int64_t> bytes_of_peer;
 };

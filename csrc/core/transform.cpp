@@ -53,8 +53,6 @@ const char* name_of(Op op) {
       return "cast";
     case Op::kDequantize:
       return "dequantize";
-    case Op::kQuantize:
-      return "quantize";
   }
   return "step";
 }
@@ -119,11 +117,6 @@ class Pipeline {
       : members_(std::move(members)), gives_series_(gives_series) {}
 
   void apply(const TransformStep& step) {
-    for (const Member& member : members_) {
-      for (const MappedTensor& tensor : member.tensors) {
-        TTE_CHECK(!tensor.quantized, "from", tensor.name, " is quantised, which comes last; only its name can change");
-      }
-    }
     switch (step.op) {
       case Op::kConcat:
       case Op::kConcatEven:
@@ -141,8 +134,6 @@ class Pipeline {
         return place(step);
       case Op::kDequantize:
         return dequantize(step);
-      case Op::kQuantize:
-        return quantize(step);
       default:
         break;
     }
@@ -281,38 +272,6 @@ class Pipeline {
       results.push_back(std::move(quantised));
     }
     members_ = std::move(results);
-  }
-
-  void quantize(const TransformStep& step) {
-    std::vector<Member> results;
-    for (Member& member : members_) {
-      Member scales{member.is_series, {}};
-      for (MappedTensor& tensor : member.tensors) {
-        TTE_CHECK(!tensor.scales, "from", tensor.name, " has scales; quantise it in a transform behind this one");
-        tensor.quantized = quantized(step, tensor.values.shape);
-        MappedTensor scale = tensor;
-        scale.is_scales = true;
-        scale.dtypes.push_back("float32");
-        tensor.dtypes.push_back(step.dtype);
-        scales.tensors.push_back(std::move(scale));
-      }
-      results.push_back(std::move(member));
-      results.push_back(std::move(scales));
-    }
-    members_ = std::move(results);
-  }
-
-  static std::shared_ptr<const Quantized> quantized(const TransformStep& step, const Sizes& shape) {
-    TTE_CHECK(!step.sizes.empty() && step.sizes.size() <= shape.size(), "block", "got ", list_text(step.sizes),
-              " for shape ", list_text(shape));
-    auto made = std::make_shared<Quantized>(Quantized{Sizes(shape.size(), 1), step.dtype, step.scaling});
-    const size_t before = shape.size() - step.sizes.size();
-    for (size_t dim = 0; dim < step.sizes.size(); ++dim) {
-      const int64_t size = step.sizes[dim] == -1 ? std::max<int64_t>(shape[before + dim], 1) : step.sizes[dim];
-      TTE_CHECK(size > 0, "block", "got ", list_text(step.sizes), ", expected sizes, or -1 for all of a dim");
-      made->block[before + dim] = size;
-    }
-    return made;
   }
 
   MappedTensor viewed(MappedTensor tensor, const TransformStep& step) {
@@ -566,7 +525,6 @@ void prove(const std::vector<TransformSource>& sources, const std::vector<Mapped
   }
   for (const MappedTensor& target : resolved.targets) {
     if (target.dtypes.empty()) continue;
-    if (target.is_scales) continue;  // what its values are was proved with them
     prove_filled(sources, target.name, target.values, " of its shape ", resolved);
     if (target.scales) prove_filled(sources, target.name, *target.scales, " of its scales, for shape ", resolved);
   }
@@ -581,35 +539,7 @@ void prove(const std::vector<TransformSource>& sources, const std::vector<Mapped
   }
 }
 
-// Tells quantised values and their scales of each other.
-void pair_quantised(ResolvedTransform& resolved) {
-  std::map<const Quantized*, std::pair<MappedTensor*, MappedTensor*>> pairs;  // of values and scales
-  for (MappedTensor& target : resolved.targets) {
-    if (!target.quantized) continue;
-    auto& [values, scales] = pairs[target.quantized.get()];
-    (target.is_scales ? scales : values) = &target;
-  }
-  for (MappedTensor& target : resolved.targets) {
-    if (!target.quantized) continue;
-    const auto& [values, scales] = pairs.at(target.quantized.get());
-    const MappedTensor* partner = target.is_scales ? values : scales;
-    if (partner != nullptr) {
-      target.partner = partner->name;
-      continue;
-    }
-    const char* what = target.is_scales ? "are scales whose values go nowhere; give both a name"
-                                        : "is quantised, and its scales go nowhere; give both a name";
-    resolved.problems.push_back({target.name, what});
-  }
-}
-
 }  // namespace
-
-Sizes Quantized::grid(std::span<const int64_t> shape) const {
-  Sizes sizes(shape.begin(), shape.end());
-  for (size_t dim = 0; dim < sizes.size(); ++dim) sizes[dim] = (sizes[dim] + block[dim] - 1) / block[dim];
-  return sizes;
-}
 
 ResolvedTransform resolve(const std::vector<TransformStage>& stages, const std::vector<TransformSource>& sources) {
   ResolvedTransform resolved;
@@ -634,7 +564,6 @@ ResolvedTransform resolve(const std::vector<TransformStage>& stages, const std::
     }
     if (!resolved.problems.empty()) return resolved;  // what else is wrong follows from it
   }
-  pair_quantised(resolved);
   prove(sources, dropped, resolved);
   return resolved;
 }

@@ -16,9 +16,7 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <optional>
-#include <span>
 #include <string>
 #include <variant>
 #include <vector>
@@ -44,7 +42,6 @@ struct TransformStep {
     kCrop,        // dim, size in sizes[0]
     kCast,        // dtype
     kDequantize,  // block in sizes, dtype; each member is followed by its scales
-    kQuantize,  // block in sizes (of the last dims, -1 for all of a dim), dtype, scaling; each gets its scales behind it
   };
   Op op = Op::kConcat;
   int64_t dim = 0;
@@ -52,7 +49,6 @@ struct TransformStep {
   std::vector<Sizes> offsets;
   std::string dtype;
   double value = 0;
-  std::string scaling;
 };
 
 struct TransformRule {
@@ -74,29 +70,14 @@ struct TransformSource {
   Sizes shape;
 };
 
-// What `quantize` makes of a tensor. A block has one size per dim of it.
-struct Quantized {
-  Sizes block;
-  std::string dtype;    // of the values
-  std::string scaling;  // how scales follow from the largest elements: see transforms.quantize
-
-  // The scales of a tensor of this shape, one for each block.
-  Sizes grid(std::span<const int64_t> shape) const;
-};
-
 // A tensor that a transform gives out, or a value that it passes on.
 struct MappedTensor {
   std::string name;
   std::vector<std::string>
       dtypes;  // that of the sources, then those to which elements are cast in turn; empty for a value
   TensorMap values;
-  std::optional<TensorMap> scales;             // by which values are multiplied before the first cast
-  uint32_t value = 0;                          // the source of a value that is no tensor
-  std::shared_ptr<const Quantized> quantized;  // the same of the values and of their scales, if `quantize` made it
-  bool is_scales = false;                      // of `values`, instead of these
-  std::string partner;  // the target that has the scales of these values, or these scales' values
-
-  Sizes shape() const { return is_scales ? quantized->grid(values.shape) : values.shape; }
+  std::optional<TensorMap> scales;  // by which values are multiplied before the first cast
+  uint32_t value = 0;               // the source of a value that is no tensor
 };
 
 struct TransformProblem {

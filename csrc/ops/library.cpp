@@ -38,10 +38,6 @@ STABLE_TORCH_LIBRARY(torchtitan_ext, library) {
       "found)");
   library.def(
       "apply_changes_(Tensor(a!)[] shards, SymInt[] tables, Tensor positions, SymInt[] counts, Tensor values) -> ()");
-  library.def("block_amax_(Tensor[] tensors, SymInt[] tables, ScalarType rounded, Tensor(a!) amax) -> ()");
-  library.def(
-      "quantize_blocks_(Tensor[] tensors, SymInt[] tables, ScalarType rounded, Tensor factors, bool divides, "
-      "Tensor(a!)[] out) -> ()");
   library.def("fingerprint_shard(Tensor shard, SymInt[] global_sizes, SymInt[] chunks) -> Tensor");
   library.def("fingerprint_shards(Tensor[] shards, SymInt[] tables) -> Tensor");
 }
@@ -63,8 +59,6 @@ static void register_kernels(torch::stable::detail::StableLibrary& library) {
   library.impl("find_changes", TORCH_BOX(&ops::find_changes));
   library.impl("sum_elements", TORCH_BOX(&ops::sum_elements));
   library.impl("apply_changes_", TORCH_BOX(&ops::apply_changes_));
-  library.impl("block_amax_", TORCH_BOX(&ops::block_amax_));
-  library.impl("quantize_blocks_", TORCH_BOX(&ops::quantize_blocks_));
   library.impl("fingerprint_shard", TORCH_BOX(&ops::fingerprint_shard));
   library.impl("fingerprint_shards", TORCH_BOX(&ops::fingerprint_shards));
 }

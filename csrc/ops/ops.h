@@ -105,18 +105,4 @@ std::tuple<Tensor, Tensor> sum_elements(const TensorList& shards, const Ints& ta
 void apply_changes_(const TensorList& shards, const Ints& tables, const Tensor& positions, const Ints& counts,
                     const Tensor& values);
 
-// ---- blocks.cpp ----
-//
-// Parts of tensors that have a scale per block (blocks.h). `tables` has for each of them `num_dims | start of the grid |
-// block | grid strides | first of the part`, a number per dim of the tensor each, and `dim | step` for each of its own
-// dims. Elements are rounded to a dtype (float32 leaves them) before anything else. All on one device.
-
-// Raises the numbers of blocks in `amax` (1-d float32) to the largest absolute values of their elements; a NaN is infinite.
-void block_amax_(const TensorList& tensors, const Ints& tables, ScalarType rounded, const Tensor& amax);
-
-// Fills `out`, contiguous tensors of fp8 of the same sizes, with the elements times the factors of their blocks, or
-// divided by them, clamped to what fp8 has.
-void quantize_blocks_(const TensorList& tensors, const Ints& tables, ScalarType rounded, const Tensor& factors,
-                      bool divides, const TensorList& out);
-
 }  // namespace torchtitan_ext::ops

@@ -1,7 +1,6 @@
-// Stands in for copy_runs_cuda.cu, hash_runs_cuda.cu, changes_cuda.cu and blocks_cuda.cu in a build without nvcc.
+// Stands in for copy_runs_cuda.cu, hash_runs_cuda.cu and changes_cuda.cu in a build without nvcc.
 #include <stdexcept>
 
-#include "ops/blocks.h"
 #include "ops/change_lists.h"
 #include "ops/change_marks.h"
 #include "ops/copy_runs.h"
@@ -21,12 +20,6 @@ namespace {
 void copy_runs_cuda(const core::RunList&, uintptr_t, uintptr_t, int32_t) { refuse(); }
 
 void hash_runs_cuda(std::span<const HashedRuns>, uint64_t*, int32_t) { refuse(); }
-
-void block_amax_cuda(const BlockedPart&, BlockDtype, BlockDtype, float*, int32_t) { refuse(); }
-
-void quantize_blocks_cuda(const BlockedPart&, BlockDtype, BlockDtype, Scaling, const float*, uint8_t*, int32_t) {
-  refuse();
-}
 
 void mark_changes_cuda(std::span<const MarkedPair>, uint64_t*, int64_t*, int32_t) { refuse(); }
 

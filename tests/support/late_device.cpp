@@ -759,7 +759,7 @@ TORCH_LIBRARY_IMPL(torchtitan_ext, PrivateUse1, library) {
   for (const char* name :
        {"pack_shard", "unpack_shard", "unpack_shard_", "pack_shards", "unpack_shards_", "flatten_tensors",
         "flatten_into_", "unflatten_tensors_", "fingerprint_shard", "fingerprint_shards", "broadcast_coalesced_",
-        "mark_changes", "changed_elements_", "sum_elements", "apply_changes_", "block_amax_", "quantize_blocks_"}) {
+        "mark_changes", "changed_elements_", "sum_elements", "apply_changes_"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_stream>());
   }
   library.impl("find_changes", torch::CppFunction::makeFromBoxedFunction<&run_and_wait>());

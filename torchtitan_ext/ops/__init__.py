@@ -9,7 +9,6 @@ first byte moves. An op whose name ends in ``_`` changes its argument in place, 
 differentiable; where its arguments require grad, call it under ``torch.no_grad()`` or use the form without ``_``.
 """
 
-from torchtitan_ext.ops.blocks import BlockPart, block_amax_, quantize_blocks_
 from torchtitan_ext.ops.broadcast import DEFAULT_BUCKET_BYTES, BroadcastCheck, broadcast_coalesced_, check_broadcast
 from torchtitan_ext.ops.changes import (
     apply_changes_,
@@ -42,7 +41,6 @@ from torchtitan_ext.ops.shards import (
 )
 
 __all__ = [
-    "BlockPart",
     "BroadcastCheck",
     "ChunkLike",
     "DEFAULT_ALIGNMENT",
@@ -50,7 +48,6 @@ __all__ = [
     "PlannedExchange",
     "ShardLike",
     "apply_changes_",
-    "block_amax_",
     "broadcast_coalesced_",
     "change_offsets",
     "changed_elements_",
@@ -69,7 +66,6 @@ __all__ = [
     "numbered_dtype",
     "pack_shard",
     "pack_shards",
-    "quantize_blocks_",
     "sum_elements",
     "unflatten_tensors_",
     "unpack_shard",

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
-    AllreduceOptions,
     BroadcastOptions,
     GatherOptions,
     ScatterOptions,
@@ -219,7 +218,7 @@ def device_of(group: dist.ProcessGroup, preferred: str = "cpu") -> torch.device:
 _MORE_SECONDS = 10
 
 Rooted = TypeVar("Rooted", BroadcastOptions, GatherOptions, ScatterOptions)
-Options = TypeVar("Options", AllgatherOptions, AllreduceOptions, BroadcastOptions, GatherOptions, ScatterOptions)
+Options = TypeVar("Options", AllgatherOptions, BroadcastOptions, GatherOptions, ScatterOptions)
 
 
 class TimedExchange:
@@ -287,14 +286,6 @@ class TimedExchange:
         if length <= _FIRST_BYTES - _LENGTH_BYTES:
             return head[_LENGTH_BYTES:][:length]
         return self._broadcast(data, length)
-
-    def largest(self, numbers: torch.Tensor) -> None:
-        """Replaces numbers, as many on every rank, by the largest one of all ranks at each place."""
-        reduced = numbers.to(self._device)
-        options = self._timed(AllreduceOptions())
-        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]  # its stub has the constants of another class
-        self._watch.wait_for(lambda: self._group.allreduce([reduced], options), reduced)
-        numbers.copy_(reduced)
 
     def _all_gather(self, data: bytes, num_bytes: int, lengths: Sequence[int] | None = None) -> list[memoryview]:
         block = _block(data, num_bytes, self._device)

@@ -6,7 +6,7 @@ refusals. The walk of a call:
     state_dicts | dtensors -> endpoint (each rank's two sides) -> planning (the coordinator)
         -> plan (kept, runs each step) -> transport -> ops.exchange_runs_
 
-``mapped`` says what a transform does on the way; ``quantizer`` makes fp8 of what is sent, before each exchange.
+``key_sources`` says of which keys a transform makes others on the way.
 
 A recovery is a transfer from a world that has lost ranks, and a load of what nobody holds:
 

@@ -33,7 +33,6 @@ from torchtitan_ext.transfer.copies import Replicas
 from torchtitan_ext.transfer.endpoint import Endpoint
 from torchtitan_ext.transfer.phases import transfer_phases
 from torchtitan_ext.transfer.planning import RankPart
-from torchtitan_ext.transfer.quantizer import Quantizer
 from torchtitan_ext.transfer.side import Side
 from torchtitan_ext.transfer.transport import GroupTransport
 
@@ -95,10 +94,7 @@ class TransferPlan:
         self._operation = operation
         self._replicas = replicas
         self._num_runs = 0
-        quantized = part.quantized
-        fp8 = {key.number: getattr(torch, key.arithmetic.dtype) for key in quantized}
-        self._sends = Side(source, part.sends, is_filled=False, fp8=fp8)
-        self._quantizer = Quantizer(quantized, part.scales, self._sends, target) if quantized else None
+        self._sends = Side(source, part.sends, is_filled=False)
         self._receives = Side(target, part.receives, is_filled=True)
         self._fills = _core.expand_fills(part.fills, target.first_tensor)
 
@@ -163,8 +159,6 @@ class TransferPlan:
             for offer in found:
                 run.objects.update(offer.objects)
             run.is_memory = all(offer.is_memory for offer in found)
-            if self._quantizer is not None:
-                self._quantizer.quantize(phases, self._operation, self._source.device)
             self._num_runs += 1
             if with_changes:
                 bytes_to, bytes_from = self._exchange_changes(phases, run)
@@ -320,8 +314,6 @@ class TransferPlan:
         self._sent = SentBoxes(self._sends.boxes, run.sources)
 
     def _finish(self, run: _Run) -> None:
-        if self._quantizer is not None:
-            self._quantizer.fill_scales(run.filled)
         run.finish()
         self._target.set_objects({fqn: run.objects[name] for fqn, name in self._part.objects_filled.items()})
 

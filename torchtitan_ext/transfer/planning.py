@@ -15,16 +15,11 @@ from torchtitan_ext.checkpoint.tables.agreement import Agreement, agree, unused_
 from torchtitan_ext.checkpoint.tables.key_table import RankTable, number_hosts, pack, unpack
 from torchtitan_ext.errors import Problem, differing, refusal
 from torchtitan_ext.transfer.copies import later_copies
-from torchtitan_ext.transfer.mapped.key_sources import dtype_of, fp8_problem, mapped_keys, same_keys
-from torchtitan_ext.transfer.mapped.quantized_keys import QuantizedKey
+from torchtitan_ext.transfer.key_sources import dtype_of, fp8_problem, mapped_keys, same_keys
 from torchtitan_ext.transforms import Transform
 
 # Ranks are told who sends how much to whom up to this many ranks; beyond it the table grows with their square.
 _MAX_RANKS_TOLD = 64
-
-_PARTS_ALONE = (
-    "is quantised, and the ranks ask for parts of it, which do not tell the scales of its blocks; ask for all"
-)
 
 
 @dataclass(frozen=True)
@@ -59,8 +54,6 @@ class RankPart:
         partial: Target keys of which the ranks together do not hold each element once.
         packed_filled: The target's keys of all ranks.
         unwanted: Source keys that no rank's target has.
-        packed_quantized: What is quantised on its way.
-        scales: The scales that this rank holds, for ``_core.expand_absent``.
     """
 
     number: int
@@ -76,18 +69,11 @@ class RankPart:
     partial: tuple[str, ...]
     packed_filled: bytes
     unwanted: tuple[str, ...]
-    packed_quantized: bytes
-    scales: bytes
 
     @property
     def filled(self) -> tuple[str, ...]:
         """The target's keys of all ranks, which a failed run may leave part-written."""
         return tuple(pickle.loads(unpack(self.packed_filled)))
-
-    @property
-    def quantized(self) -> tuple[QuantizedKey, ...]:
-        """The target's keys that are quantised on their way, of all ranks."""
-        return tuple(pickle.loads(unpack(self.packed_quantized))) if self.packed_quantized else ()
 
 
 def plan_for_all(offers: Sequence[Offer], transform: Transform | None) -> list[RankPart]:
@@ -117,12 +103,6 @@ def plan_for_all(offers: Sequence[Offer], transform: Transform | None) -> list[R
     left_out = later_copies(source) if arguments["replicas"] == "first" else {}
     pairs = _core.pair_keys(source.joint, target.joint, found.source_of, found.mapped, left_out)
     misfits = [problem for pair in pairs if not pair.is_mapped for problem in find_misfits(pair, source, target, cast)]
-    misfits += [
-        Problem("unsupported_tensor", target.names[key], _PARTS_ALONE)
-        for pair in pairs
-        if pair.is_quantized and _is_partial(pair, target)
-        for key in pair.target_keys
-    ]
     if problems or found.problems or misfits:
         raise refusal("reshard", [*problems, *found.problems, *misfits])
     of_tensors = [pair for pair in pairs if not target.kinds[pair.target_class].is_object]
@@ -132,7 +112,7 @@ def plan_for_all(offers: Sequence[Offer], transform: Transform | None) -> list[R
             pair.cast_to = ops.dtype_number(dtype_of(wanted))
     hosts = number_hosts([offer.host for offer in offers])
     plan = _core.TransferPlan(source.joint, target.joint, of_tensors, hosts)
-    return make_rank_parts(plan, pairs, source, target, len(offers), found.renamed, found.quantized)
+    return make_rank_parts(plan, pairs, source, target, len(offers), found.renamed)
 
 
 def differing_arguments(offers: Sequence[Offer]) -> list[Problem]:
@@ -151,7 +131,6 @@ def make_rank_parts(
     target: Agreement,
     num_ranks: int,
     renamed: Mapping[str, str],
-    quantized: Sequence[QuantizedKey] = (),
 ) -> list[RankPart]:
     """What each rank is told of a plan; ``renamed`` has the source key of each target key."""
     sent: list[list[str]] = [[] for _ in range(num_ranks)]
@@ -180,8 +159,6 @@ def make_rank_parts(
         partial=tuple(target.names[key] for pair in pairs if _is_partial(pair, target) for key in pair.target_keys),
         packed_filled=pack(pickle.dumps(tuple(target.names))),
         unwanted=tuple(name for key, name in enumerate(source.names) if key not in wanted),
-        packed_quantized=pack(pickle.dumps(tuple(quantized))) if quantized else b"",
-        scales=b"",
     )
     return [
         replace(
@@ -189,7 +166,6 @@ def make_rank_parts(
             sends=plan.sends(rank),
             receives=plan.receives(rank),
             fills=plan.fills(rank),
-            scales=plan.absent(rank) if quantized else b"",
             objects_sent=tuple(dict.fromkeys(sent[rank])),
             objects_filled=filled[rank],
         )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_ext import _core
-from torchtitan_ext.layout.dtensor import View, view_of
+from torchtitan_ext.layout.dtensor import view_of
 from torchtitan_ext.transfer.endpoint import Endpoint
 
 
@@ -19,14 +19,10 @@ class Side:
         boxes: A table of boxes of ``tensors``, as ``GroupTransport.exchange`` takes it.
         changed: The numbers of the boxes that a cast or a map changes, the same boxes on both sides.
         bytes_of_peer: To or from each rank.
-        quantized: By the number of a key the parts that are quantised before they are sent: what this rank holds, which
-            part of the key that is, and what is sent. There once ``tensors`` was called.
     """
 
-    def __init__(
-        self, endpoint: Endpoint, told: bytes, *, is_filled: bool, fp8: Mapping[int, torch.dtype] | None = None
-    ) -> None:
-        """``told``: what the plan tells this rank, for ``_core.expand_transfers``. ``fp8``: what keys become."""
+    def __init__(self, endpoint: Endpoint, told: bytes, *, is_filled: bool) -> None:
+        """``told``: what the plan tells this rank, for ``_core.expand_transfers``."""
         table = _core.expand_transfers(told, endpoint.first_tensor, len(endpoint.tensors))
         entries = bytearray(table.entries)
         nothing = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -35,32 +31,18 @@ class Side:
         self.bytes_of_peer: Mapping[int, int] = table.bytes_of_peer
         self._endpoint, self._views, self._is_filled = endpoint, table.views, is_filled
         self._kept: list[Tensor] | None = None
-        self._fp8 = fp8 or {}
-        self._quantized = {view: (key, place) for view, key, place in table.quantized}
-        self.quantized: dict[int, list[tuple[Tensor, View, Tensor]]] = {}
 
     def tensors(self, memory: Sequence[Tensor]) -> list[Tensor]:
         """The memory of the endpoint's tensors and, behind it, views of some of them: of what a map moves.
 
-        What is quantised is a tensor of its own there, equal parts of one key once. Of tensors that are filled by views
-        alone stand-ins without elements remain, since no two may share memory.
+        Of tensors that are filled by views alone stand-ins without elements remain, since no two may share memory.
         Views of memory that stays from run to run are made once.
         """
         if self._kept is not None:
             return self._kept
         tensors = list(memory)
-        self.quantized = {}
-        sent: dict[object, Tensor] = {}
-        for at, (number, view) in enumerate(self._views):
-            held = view_of(memory[number], view)
-            if at in self._quantized:
-                key, place = self._quantized[at]
-                same = (number, key, repr(view), repr(place))
-                if same not in sent:
-                    sent[same] = torch.empty(held.shape, dtype=self._fp8[key], device=held.device)
-                    self.quantized.setdefault(key, []).append((held, place, sent[same]))
-                held = sent[same]
-            tensors.append(held)
+        for number, view in self._views:
+            tensors.append(view_of(memory[number], view))
             if self._is_filled:
                 tensors[number] = memory[number].new_empty(0)
         self._kept = tensors if self._endpoint.is_memory else None

@@ -14,7 +14,6 @@ from torchtitan_ext.layout.dtensor import View
 from torchtitan_ext.storage.metadata.saved_metadata import WORLD_KEY, recorded_paths
 from torchtitan_ext.storage.metadata.saved_state import SavedState, SavedTensor
 from torchtitan_ext.storage.raw_tensor import DTYPES
-from torchtitan_ext.transforms.block_scales import BlockScales, why_not_quantized
 from torchtitan_ext.transforms.rules import Transform
 
 
@@ -55,11 +54,11 @@ class MappedState:
         if source is None or len(target.dtypes) > 1 or target.scales is not None:
             return None
         entry = self._entries[source]
-        return self._names[source] if entry is None or entry.shape == target.shape else None
+        return self._names[source] if entry is None or entry.shape == target.values.shape else None
 
     def changed_tensors(self) -> list[str]:
         """The targets with elements that are not whole tensors of the checkpoint under another name."""
-        return [fqn for fqn, target in self._targets.items() if self.kept_name(fqn) is None and 0 not in target.shape]
+        return [fqn for fqn, one in self._targets.items() if self.kept_name(fqn) is None and 0 not in one.values.shape]
 
     def padded_tensors(self) -> list[str]:
         """The targets with elements that come from nowhere."""
@@ -116,11 +115,6 @@ class MappedState:
         """What the transform fills with values of its own in a box of a target: the value, and a view of the box."""
         return self._targets[fqn].values.find_fills(offsets, sizes)
 
-    def blocks(self, fqn: str, begin: Sequence[int]) -> BlockScales | None:
-        """How a box of a target, from ``begin`` on, is quantised, or its scales found; ``None`` if it is not."""
-        target = self._targets[fqn]
-        return None if target.block is None else BlockScales(fqn, target, begin)
-
     def chunk_of(self, part: _core.MapPart) -> tuple[MetadataIndex, tuple[int, ...]]:
         """The saved chunk of which a part is read, and its sizes."""
         offsets, sizes = self._tensor(part.source).chunks.box(part.chunk)
@@ -136,11 +130,7 @@ class MappedState:
         return DTYPES[self._tensor(sources[0]).dtype] if sources else of_none
 
     def _check_sources(self, operation: str) -> None:
-        problems = [
-            Problem("wrong_transform", fqn, why)
-            for fqn, target in self._targets.items()
-            if target.block is not None and (why := why_not_quantized(target)) is not None
-        ]
+        problems: list[Problem] = []
         used = {source for fqn in self._targets for source in self._sources_of(fqn)}
         for source, entry in enumerate(self._entries):
             if source not in used or entry is None:
@@ -162,7 +152,7 @@ class MappedState:
             if not target.dtypes:
                 entries[fqn] = None
                 continue
-            shape = target.shape
+            shape = target.values.shape
             if shape not in whole:
                 whole[shape] = _core.ChunkIndex.of_boxes([((0,) * len(shape), shape)])
             entries[fqn] = SavedTensor(target.dtypes[-1], shape, whole[shape])

@@ -28,7 +28,7 @@ def mapped_elements(mapped: MappedState, files: OpenFiles, fqn: str, offsets: Se
     read_into = functools.partial(_read_into, mapped, files, fqn, offsets)
     dtypes, scale_dtype = mapped.dtypes(fqn), mapped.scale_dtype(fqn)
     scales = None if scale_dtype is None else (scale_dtype, functools.partial(read_into, scale_dtype, scales=True))
-    return Elements(dtypes, functools.partial(read_into, dtypes[0]), scales, mapped.blocks(fqn, offsets))
+    return Elements(dtypes, functools.partial(read_into, dtypes[0]), scales)
 
 
 def _read_into(

@@ -10,21 +10,16 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import Problem, WrongValueError, check_argument, described, refusal
 from torchtitan_ext.storage.element_types import ITEM_BYTES
 
-FP8 = ("float8_e4m3fn", "float8_e5m2")
-
 # Behind one star, and of a sign and at most 18 digits: see csrc/core/name_pattern.h.
 _SHIFT_MISSPELT = re.compile(r"\*\*\{|\*\{(?![+-](?:0|[1-9]\d{0,17})\})")
 
-Scaling = Literal["transformers", "deepseek", "torchao"]
-"""How a scale follows from the largest element of its block: see ``quantize``."""
-
-_StepArguments = tuple[str, int, Sequence[int], Sequence[Sequence[int]], str, float, str]
+_StepArguments = tuple[str, int, Sequence[int], Sequence[Sequence[int]], str, float]
 
 
 @dataclass(frozen=True)
@@ -80,10 +75,7 @@ class Step:
             return cast(given["was"], was=given["dtype"])
         if self.op in ("pad", "crop") and "was" in given:
             return (crop if self.op == "pad" else pad)(given["dim"], given["was"], was=given["to"])
-        if self.op in ("quantize", "dequantize") and "was" in given:
-            turned = {**given, "dtype": given["was"], "was": given["dtype"]}
-            return Step("dequantize" if self.op == "quantize" else "quantize", turned)
-        advice = dict.fromkeys(("reshape", "cast", "pad", "crop", "quantize", "dequantize"), "; give it was=")
+        advice = dict.fromkeys(("reshape", "cast", "pad", "crop"), "; give it was=")
         advice["concat"] = "; give it sizes= or parts="
         raise WrongValueError(f"the step {self.op} has no inverse{advice.get(self.op, '')}", "transform")
 
@@ -99,8 +91,7 @@ class Step:
             sizes = (given["begin"], given["end"])
         if op in ("pad", "crop"):
             sizes = (given["to"],)
-        scaling = given.get("scaling", get_args(Scaling)[0])
-        return op, dim, sizes, given.get("offsets", ()), given.get("dtype", ""), given.get("value", 0.0), scaling
+        return op, dim, sizes, given.get("offsets", ()), given.get("dtype", ""), given.get("value", 0.0)
 
 
 def concat(dim: int, *, sizes: Sequence[int] | None = None, parts: int | None = None) -> Step:
@@ -163,38 +154,9 @@ def cast(dtype: str, *, was: str | None = None) -> Step:
     return Step("cast", {"dtype": dtype, "was": was})
 
 
-def dequantize(block: Sequence[int], *, dtype: str, was: str | None = None, scaling: Scaling | None = None) -> Step:
-    """Multiplies each member by its scales, which are the member behind it: one scale per block. In float32.
-
-    ``was``, the dtype of the values before, and ``scaling`` are for the inverse.
-    """
-    return Step("dequantize", {"block": block, "dtype": dtype, "was": was, "scaling": scaling})
-
-
-def quantize(
-    block: Sequence[int],
-    *,
-    dtype: str = "float8_e4m3fn",
-    scaling: Scaling = "transformers",
-    was: str | None = None,
-) -> Step:
-    """Makes fp8 of each member, and behind it a member with the scale of each block (float32): the rule's last step.
-
-    Blocks begin at the first element; the last ones may be cut off.
-
-    Args:
-        block: Sizes of the blocks in the last dims, -1 for all of a dim: ``(128, 128)``, or ``(1, -1)`` for rows.
-        dtype: ``"float8_e4m3fn"`` or ``"float8_e5m2"``.
-        scaling: Whose arithmetic it is, to the bit. With the largest absolute element ``a`` of a block and the largest
-            number ``m`` of the dtype: ``"transformers"`` multiplies by ``m / a`` and keeps the inverse of that (5.23,
-            ``Fp8Quantize``); ``"deepseek"`` has ``s = max(a, 1e-4) / m`` and multiplies by ``1 / s`` (DeepGEMM,
-            ``per_block_cast_to_fp8``); ``"torchao"`` divides by ``a / m``, in the dtype of the elements (0.18,
-            ``_choose_scale_float8``). A block of zeros stays zeros. The same bits on every device, which are those of
-            theirs on the CPU: torch on a GPU multiplies by ``1 / m`` where they divide by it, so that scales of the
-            latter two may differ there in their last bit.
-        was: The dtype before, for the inverse.
-    """
-    return Step("quantize", {"block": block, "dtype": dtype, "scaling": scaling, "was": was})
+def dequantize(block: Sequence[int], *, dtype: str) -> Step:
+    """Multiplies each member by its scales, which are the member behind it: one scale per block. In float32."""
+    return Step("dequantize", {"block": block, "dtype": dtype})
 
 
 @dataclass(frozen=True)
@@ -308,15 +270,6 @@ class Transform:
         if resolved.problems:
             raise refusal(operation, [Problem("wrong_transform", key, detail) for key, detail in resolved.problems])
         return resolved.targets
-
-    def targets(self, sources: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The dtypes and shapes of what it makes of tensors, whose dtypes (``"bfloat16"``) and shapes are given.
-
-        Raises:
-            TransformError: It does not fit them; all problems.
-        """
-        made = self.resolve([(name, dtype, shape) for name, (dtype, shape) in sources.items()], "transform")
-        return {one.name: (one.dtypes[-1], one.shape) for one in made}
 
     def to_json(self) -> str:
         """The transform as text, which ``from_json`` reads."""
@@ -444,19 +397,6 @@ def _boxes(where: str, values: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(_wholes(where, value) for value in values)
 
 
-def _fp8(where: str, value: Any) -> str:
-    if value not in FP8:
-        raise WrongValueError(f"got {described(value)} for {where}, expected {' or '.join(FP8)}", "transform")
-    return str(value)
-
-
-def _scaling(where: str, value: Any) -> str:
-    if value not in get_args(Scaling):
-        names = ", ".join(get_args(Scaling))
-        raise WrongValueError(f"got {described(value)} for {where}, expected one of {names}", "transform")
-    return str(value)
-
-
 def _dtype(where: str, value: Any) -> str:
     if not isinstance(value, str) or value not in ITEM_BYTES:
         raise WrongValueError(f"got {described(value)} for {where}, expected a dtype such as 'bfloat16'", "transform")
@@ -478,17 +418,6 @@ _ARGUMENTS: dict[str, dict[str, tuple[_Check, bool]]] = {
     "pad": {"dim": (_whole, True), "to": (_whole, True), "value": (_number, False), "was": (_whole, False)},
     "crop": {"dim": (_whole, True), "to": (_whole, True), "was": (_whole, False)},
     "cast": {"dtype": (_dtype, True), "was": (_dtype, False)},
-    "dequantize": {
-        "block": (_wholes, True),
-        "dtype": (_dtype, True),
-        "was": (_fp8, False),
-        "scaling": (_scaling, False),
-    },
-    "quantize": {
-        "block": (_wholes, True),
-        "dtype": (_fp8, True),
-        "scaling": (_scaling, False),
-        "was": (_dtype, False),
-    },
+    "dequantize": {"block": (_wholes, True), "dtype": (_dtype, True)},
 }
 """Per step its arguments: how a value is checked, and whether it must be given."""

@@ -93,9 +93,6 @@ def _problems_of(target: _core.MappedTensor) -> list[Problem]:
     if target.values.has_fills:
         detail = "is padded, which a save does not; save it without, and pad it in the load"
         return [Problem("wrong_transform", target.name, detail)]
-    if target.block is not None:
-        detail = "is made by quantize, which a save does not; tte.reshard into tensors of fp8, and save those"
-        return [Problem("wrong_transform", target.name, detail)]
     if target.scales is not None:
         detail = "is made by dequantize, which a save does not; leave the values and their scales as they are"
         return [Problem("wrong_transform", target.name, detail)]

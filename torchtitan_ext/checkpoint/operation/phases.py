@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar, cast
 
-import torch
 import torch.distributed as dist
 
 from torchtitan_ext.checkpoint.operation.arguments import PlaceOfRank, place_problems
@@ -292,12 +291,6 @@ class Phases:
             if refused is not None and not hold_the_same(values):
                 raise refused
             return values
-
-    def largest(self, name: str, numbers: torch.Tensor, *, doing: str = "") -> None:
-        """Replaces numbers by the largest ones of all ranks; behind a phase in which all have made them."""
-        if self._ranks is not None and numbers.numel() > 0:
-            with self._phase(name, doing):
-                self._ranks[1].largest(numbers)
 
     def through_coordinator(
         self, name: str, work: Callable[[], T], on_coordinator: Callable[[list[T]], list[R]], *, doing: str = ""

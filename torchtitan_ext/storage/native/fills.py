@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from torchtitan_ext import _core, ops
 from torchtitan_ext.errors import CheckpointReadError
-from torchtitan_ext.layout.dtensor import is_plain_memory, is_wrapper, local_view, may_overlap_itself
+from torchtitan_ext.layout.dtensor import is_plain_memory, is_wrapper, may_overlap_itself
 from torchtitan_ext.layout.layout import aligned
 from torchtitan_ext.state.host_copies import BUCKET_BYTES, row_major_boxes, takes_operators
 from torchtitan_ext.storage.native.device_buckets import IncomingBuckets
@@ -28,30 +28,6 @@ ReadInto = Callable[[Sequence[int], torch.Tensor], object]
 dtype or one to which the native reader casts that."""
 
 
-class BlockPart(NamedTuple):
-    """A part of a box, and the elements of which it is made.
-
-    Attributes:
-        inside, sizes: The part, in the box.
-        read_inside, read_sizes: The elements of all of its blocks, from the beginning of the box on: perhaps before it.
-    """
-
-    inside: tuple[int, ...]
-    sizes: tuple[int, ...]
-    read_inside: tuple[int, ...]
-    read_sizes: tuple[int, ...]
-
-
-class Blocks(Protocol):
-    """What is made of whole blocks of elements, as ``transforms.block_scales`` does."""
-
-    def parts(self, sizes: Sequence[int], max_elements: int) -> Iterable[BlockPart]:
-        """The parts of a box of these sizes."""
-
-    def made_of(self, part: BlockPart, elements: torch.Tensor) -> torch.Tensor:
-        """A part, of the elements of its blocks."""
-
-
 class Elements(NamedTuple):
     """The saved elements of a box.
 
@@ -59,13 +35,11 @@ class Elements(NamedTuple):
         dtypes: The dtypes that they have in turn: the saved one, then each to which they are cast.
         read_into: How they are read.
         scales: The dtype of what they are multiplied by, in float32, and how that is read.
-        blocks: What is made of them, where that needs whole blocks of them.
     """
 
     dtypes: Sequence[torch.dtype]
     read_into: ReadInto
     scales: tuple[torch.dtype, ReadInto] | None = None
-    blocks: Blocks | None = None
 
 
 def copy_values(fqn: str, target: torch.Tensor, values: torch.Tensor) -> None:
@@ -123,8 +97,6 @@ class Fills:
         Args:
             target: On any device, any strides; a subclass is filled by its ``copy_``.
         """
-        if elements.blocks is not None:
-            return self._add_blocks(fqn, target, elements, elements.blocks)
         if elements.scales is None and self._is_read_into(target, elements.dtypes):
             elements.read_into((0,) * target.dim(), target)
             self._written.append(target)
@@ -143,18 +115,6 @@ class Fills:
             if buckets is None:
                 convert = partial(converted, scales=scales, dtypes=elements.dtypes[1:], wanted=part.dtype)
                 self._copies.append((fqn, part, place, convert))
-
-    def _add_blocks(self, fqn: str, target: torch.Tensor, elements: Elements, blocks: Blocks) -> None:
-        item_bytes = elements.dtypes[0].itemsize
-        for part in blocks.parts(target.shape, BUFFER_BYTES // item_bytes):
-            sizes = torch.Size(part.read_sizes)
-            self._make_room(sizes.numel() * item_bytes)
-            place = self._take(sizes, elements.dtypes[0])
-            elements.read_into(part.read_inside, place)
-            self.num_bytes += place.nbytes
-            self._copies.append(
-                (fqn, local_view(target, part.inside, part.sizes), place, partial(blocks.made_of, part))
-            )
 
     def read(self) -> None:
         """Fills all targets that were added.

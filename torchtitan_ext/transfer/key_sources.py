@@ -13,9 +13,7 @@ from torchtitan_ext.checkpoint.tables.agreement import Agreement, dtype_named
 from torchtitan_ext.errors import Problem
 from torchtitan_ext.errors.near_names import nearest_name
 from torchtitan_ext.storage.raw_tensor import DTYPES, dtype_name
-from torchtitan_ext.transfer.mapped.quantized_keys import QuantizedKey
 from torchtitan_ext.transforms import Transform
-from torchtitan_ext.transforms.block_scales import arithmetic_of, why_not_quantized
 
 _FP8 = "float8_"
 
@@ -26,17 +24,14 @@ class KeySources:
 
     Attributes:
         source_of: Per key of the target the key of the source that it is; ``NO_KEY`` for others.
-        mapped: Keys that a map makes of keys of the source, the number of the dtype to which the sender converts, and
-            whether it quantises. Without a map a key is filled by the ranks that hold it.
-        quantized: Keys that are quantised, with their scales.
+        mapped: Keys that a map makes of keys of the source, and the number of the dtype to which the sender converts.
         renamed: Of each key of the target, by name, the key of the source that it is, or is asked for by.
         problems: Keys that have no source, or another one than the target can take.
     """
 
     source_of: list[int]
     renamed: Mapping[str, str]
-    mapped: list[tuple[int, _core.TensorMap | None, int, bool]] = field(default_factory=list)
-    quantized: list[QuantizedKey] = field(default_factory=list)
+    mapped: list[tuple[int, _core.TensorMap, int]] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -72,7 +67,6 @@ def mapped_keys(
         for fqn, kind in zip(source.names, kinds, strict=True)
     ]
     made = {one.name: one for one in transform.resolve(sources, "reshard")}
-    target_of = {renamed[fqn]: fqn for fqn in target.names}
     found = KeySources([_core.NO_KEY] * len(target.names), dict(renamed))
     for number, fqn in enumerate(target.names):
         one, wanted = made.get(renamed[fqn]), target.kinds[target.agreed_keys[number]]
@@ -85,19 +79,10 @@ def mapped_keys(
             found.source_of[number] = same
             found.renamed = {**found.renamed, fqn: source.names[same]}
             continue
-        if one.block is not None:
-            problem = _fit_quantized(fqn, one, wanted, target_of)
-            if problem is None and one.is_scales:
-                found.mapped.append((number, None, -1, False))
-            elif problem is None:
-                found.mapped.append((number, one.values, -1, True))
-                scales, grid = target_of[one.partner], one.grid(one.values.shape)
-                found.quantized.append(QuantizedKey(number, fqn, scales, grid, one.block, arithmetic_of(one)))
+        problem, cast_to = _fit(fqn, one, wanted, cast)
+        if problem is None:
+            found.mapped.append((number, one.values, cast_to))
         else:
-            problem, cast_to = _fit(fqn, one, wanted, cast)
-            if problem is None:
-                found.mapped.append((number, one.values, cast_to, False))
-        if problem is not None:
             found.problems.append(problem)
     return found
 
@@ -112,9 +97,13 @@ def _same_tensor(one: _core.MappedTensor, kinds: Sequence[_core.KeyKind]) -> int
 
 def _fit(fqn: str, one: _core.MappedTensor, wanted: _core.KeyKind, cast: CastPolicy) -> tuple[Problem | None, int]:
     """Why a target cannot be what a transform makes; and the number of the dtype to which it is converted, or -1."""
-    misfit = _misfit(fqn, one, wanted)
-    if misfit is not None:
-        return misfit, -1
+    if wanted.is_object:
+        what = "is a tensor by the transform, a value that is no tensor in the target"
+        return Problem("wrong_type", fqn, what), -1
+    shape = tuple(one.values.shape)
+    if shape != tuple(wanted.global_shape):
+        what = f"has shape {shape} by the transform, {tuple(wanted.global_shape)} in the target"
+        return Problem("wrong_shape", fqn, what), -1
     if one.scales is not None:
         what = "is made by dequantize, which a reshard does not; send the values and their scales as they are"
         return Problem("wrong_transform", fqn, what), -1
@@ -134,35 +123,6 @@ def _fit(fqn: str, one: _core.MappedTensor, wanted: _core.KeyKind, cast: CastPol
     return problem, -1 if dtype == passed[0] else ops.dtype_number(dtype)
 
 
-def _misfit(fqn: str, one: _core.MappedTensor, wanted: _core.KeyKind) -> Problem | None:
-    """Why a target has not the form of what a transform makes."""
-    if wanted.is_object:
-        return Problem("wrong_type", fqn, "is a tensor by the transform, a value that is no tensor in the target")
-    shape = tuple(one.shape)
-    if shape == tuple(wanted.global_shape):
-        return None
-    return Problem(
-        "wrong_shape", fqn, f"has shape {shape} by the transform, {tuple(wanted.global_shape)} in the target"
-    )
-
-
-def _fit_quantized(
-    fqn: str, one: _core.MappedTensor, wanted: _core.KeyKind, target_of: Mapping[str, str]
-) -> Problem | None:
-    """Why a target cannot be values, or scales, that a transform makes by ``quantize``."""
-    misfit = _misfit(fqn, one, wanted)
-    if misfit is not None:
-        return misfit
-    if one.partner not in target_of:
-        what = f"is made by quantize together with {one.partner}, which the target does not have; give it both"
-        return Problem("missing_key", fqn, what)
-    if dtype_of(wanted) != DTYPES[one.dtypes[-1]]:
-        what = f"is {DTYPES[one.dtypes[-1]]} by the transform, {dtype_of(wanted)} in the target, and is not converted"
-        return Problem("wrong_dtype", fqn, what)
-    why = why_not_quantized(one)
-    return None if why is None else Problem("wrong_transform", fqn, why)
-
-
 def fp8_problem(fqn: str, source: torch.dtype, target: torch.dtype) -> Problem | None:
     """Values of other dtypes do not fit fp8 without scales: who wants that says so by a step of a transform."""
     if not dtype_name(target).startswith(_FP8) or dtype_name(source).startswith(_FP8):
@@ -170,7 +130,7 @@ def fp8_problem(fqn: str, source: torch.dtype, target: torch.dtype) -> Problem |
     name = dtype_name(target)
     what = (
         f"is {source} in the source, {target} in the target, whose few values need scales; "
-        f"make them by transforms.quantize, or convert without: transforms.cast({name!r}), in a rule of a transform"
+        f"convert without them: transforms.cast({name!r}), in a rule of a transform"
     )
     return Problem("wrong_dtype", fqn, what)
 

@@ -1,1 +1,0 @@
-"""What a transform does on the way from rank to rank: of which keys it makes others, and which it quantises."""
