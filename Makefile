@@ -87,13 +87,13 @@ SOAK_TESTS = $(shell grep -rlE --include='test_*.py' 'SOAK|num_cases' tests)
 
 # Python cannot run sanitized code from the editable install: each sanitizer has a small environment of its own beside its build,
 # which sees the packages of .venv and holds the package with sanitized libraries.
-SANITIZED_TESTS := tests/test_ops.py tests/test_ops_fuzz.py tests/test_change_ops.py tests/test_fingerprints.py \
+SANITIZED_TESTS := tests/test_ops.py tests/test_ops_fuzz.py tests/test_fingerprints.py \
   tests/test_exchange_runs.py::test_boxes_of_one_rank_without_a_group tests/storage/metadata/test_metadata_file.py \
   tests/storage/metadata/test_metadata_writer.py tests/storage/metadata/test_hostile_metadata.py tests/storage/native/test_file_reader.py \
   tests/storage/inspect/test_damage.py tests/cli/test_inspect.py tests/cli/test_verify.py tests/storage/formats \
   tests/storage/native/test_round_trip.py tests/storage/native/test_stored_boxes.py tests/storage/native/test_fetched_reads.py tests/storage/native/test_casts.py \
   tests/checkpoint/planners/test_plan_oracle.py \
-  tests/checkpoint/planners/test_random_states.py tests/transforms/test_random_transforms.py tests/state tests/offline/test_offline_deltas.py
+  tests/checkpoint/planners/test_random_states.py tests/transforms/test_random_transforms.py tests/state
 sanitize: $(STAMPS)/gtest $(STAMPS)/package $(STAMPS)/test  ## C++ tests, op tests and fuzz under ASan + UBSan, then under TSan
 	$(MAKE) sanitize-asan sanitize-tsan
 

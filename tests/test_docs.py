@@ -26,7 +26,7 @@ PAGES_WITH_JOBS = ("layouts.md", "moves.md", "hugging_face.md")
 WITH_EXAMPLES = "".join((ROOT / "docs" / "use" / page).read_text() for page in PAGES_WITH_JOBS)
 EXAMPLES = re.findall(r"```python\n# torchrun --nproc-per-node (\d+)\n(.*?)```", WITH_EXAMPLES, re.S)
 ROOMS = (
-    *("", ".checkpoint", ".delta", ".elastic", ".errors", ".full", ".integrations", ".layout", ".metrics", ".ops"),
+    *("", ".checkpoint", ".elastic", ".errors", ".full", ".integrations", ".layout", ".metrics", ".ops"),
     *(".runs", ".storage", ".sync", ".transfer", ".transforms", ".weights"),
 )
 

@@ -32,7 +32,6 @@ INSTANCES = [
             errors.LayoutError,
             errors.ReplicaMismatchError,
             errors.SyncMismatchError,
-            errors.WrongBaseError,
             errors.MissingStateError,
             errors.ReshardError,
             errors.TransformError,

@@ -1,7 +1,6 @@
 """The device that stands in for an accelerator (``late_device.cpp``): its streams run late, and our ops run on them."""
 
 import time
-from pathlib import Path
 from typing import Any
 
 import late
@@ -11,7 +10,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import torchtitan_ext as tte
 from torchtitan_ext import ops
 from torchtitan_ext.layout.layout import Chunk, LocalShard
 
@@ -211,23 +209,3 @@ def make_mesh(rank: int, world_size: int) -> Any:
     tensor = distribute_tensor(whole.to("late"), mesh, [Shard(0)], src_data_rank=None)
     assert tensor.device.type == "late"
     return tensor.to_local().tolist()
-
-
-def test_deltas_of_its_tensors(run_late_world, tmp_path):
-    run_late_world(1, write_and_apply_changes, tmp_path / "changes.safetensors")
-
-
-def write_and_apply_changes(rank: int, world_size: int, path: Path) -> None:
-    source = {"w": torch.randn(300, 7, device="late").bfloat16(), "b": torch.zeros(5, device="late")}
-    target = {name: tensor.clone() for name, tensor in source.items()}
-    base = tte.delta.Snapshot(source)
-    for version in (1, 2):
-        source["w"][version::50, 3] += 1
-        source["b"] += version
-        changes = base.changes()
-        assert changes.whole_keys == ["b"] and changes.num_changed > 5
-        tte.delta.save(changes, path)
-        tte.delta.apply(target, tte.delta.load(path), verify="all")
-        base.advance()
-        for name, tensor in source.items():
-            assert torch.equal(target[name].cpu(), tensor.cpu())

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import torchtitan_ext as tte
-from torchtitan_ext import delta, transforms
+from torchtitan_ext import transforms
 from torchtitan_ext.elastic import (
     ElasticDataLoader,
     ElasticPolicy,
@@ -728,44 +728,6 @@ def test_dtypes_of_joined_tensors(tmp_path: Path) -> None:
     tte.weights.save(cast, tmp_path / "b", transform=joined)
     tte.load(again := {"c": torch.zeros(4)}, tmp_path / "b")
     assert target["c"].tolist() == again["c"].tolist() == [1.0, 1.0, 0.0, 1.0]
-
-
-# Changes between versions.
-
-
-def test_changes(tmp_path: Path) -> None:
-    trained = {"w": torch.zeros(4), "tied": torch.zeros(4)}
-    held = [{key: tensor.clone() for key, tensor in trained.items()} for _ in range(3)]
-    whole = {**trained, "step": 1}
-    refused("deltas have tensors only; leave it out of the state", lambda: delta.Snapshot(whole, version=1))
-    snapshot = delta.Snapshot(trained, version=1)
-    refused("call changes() first", snapshot.advance)
-    for version in (2, 3):
-        trained["w"][version] = version
-        delta.save(snapshot.changes(), tmp_path / str(version))
-        snapshot.advance()
-    second, third = (delta.load(tmp_path / str(version)) for version in (2, 3))
-    refused("apply first what leads from 1 to 2", lambda: delta.apply(held[0], third, version=1))
-    delta.apply(held[0], second, version=1)
-    delta.apply(held[0], third, version=2)
-    assert digest_value(held[0]) == digest_value(trained)
-    tied = {"w": held[1]["w"], "tied": held[1]["w"]}
-    refused(
-        "has the memory of w in the state, and not its values in the changes; untie", lambda: delta.apply(tied, second)
-    )
-    delta.apply(held[1], second)
-    delta.apply(held[1], third)
-    assert digest_value(held[1]) == digest_value(trained)
-    view = {"w": held[2]["w"], "tied": held[2]["w"][:2]}
-    refused("pass a clone() of one of them", lambda: delta.apply(view, second))
-    trained["new"] = torch.zeros(1)
-    refused("than the snapshot; make a new snapshot", lambda: snapshot.changes(trained))
-    snapshot = delta.Snapshot(trained, version=3)
-    trained["new"][0] = 4
-    delta.save(snapshot.changes(), tmp_path / "4")
-    held[1]["new"] = torch.zeros(1)
-    delta.apply(held[1], delta.load(tmp_path / "4"), version=3)
-    assert digest_value(held[1]) == digest_value(trained)
 
 
 # Data.

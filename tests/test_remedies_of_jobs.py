@@ -32,7 +32,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from wrapped_tensors import ALLOWED, BlockInt8, CastOnGather, CopiedSlices
 
 import torchtitan_ext as tte
-from torchtitan_ext import delta, ops, transfer, transforms
+from torchtitan_ext import ops, transfer, transforms
 from torchtitan_ext.elastic import (
     ElasticDataLoader,
     ElasticLRScheduler,
@@ -433,37 +433,7 @@ def test_states_of_different_moments(tmp_path: Path) -> None:
     assert load("a", train="keep") == (0, 4)
 
 
-# Deltas, transfers, recoveries.
-
-
-def test_changes_that_files_do_not_have(tmp_path: Path) -> None:
-    state = {**WEIGHTS, "odd": torch.zeros(2, dtype=torch.uint8).view(torch.bits8)}
-    snapshot = delta.Snapshot(state, version=0)
-    state["w"] = state["w"] + 1
-    state["odd"] = torch.ones(2, dtype=torch.uint8).view(torch.bits8)
-    refused("leave it out of the snapshot", lambda: delta.save(snapshot.changes(state, version=1), tmp_path / "1"))
-    del state["odd"]
-    target = {key: value.clone() for key, value in WEIGHTS.items()}
-    snapshot = delta.Snapshot(target, version=0)
-    delta.save(snapshot.changes(state, version=1), tmp_path / "1")
-    delta.apply(target, delta.load(tmp_path / "1"), version=0)
-    assert digest_value(target) == digest_value(state)
-
-
-def test_files_of_changes_in_their_order(tmp_path: Path) -> None:
-    state = {key: value.clone() for key, value in WEIGHTS.items()}
-    tte.save(state, tmp_path / "step-0")
-    snapshot = delta.Snapshot(state, version=0)
-    for version in (1, 2):
-        state["w"][0] += version
-        delta.save(snapshot.changes(version=version), tmp_path / f"{version}")
-        snapshot.advance()
-    command = ["reshard", tmp_path / "step-0", tmp_path / "new", "--mesh", "dp_shard=1"]
-    first, second = (("--changes", tmp_path / number) for number in "12")
-    assert "give before it what leads from 0 to 1" in plain(call(*command, *second).err)
-    assert "give the files in the order of their versions" in plain(call(*command, *first, *second, *first).err)
-    assert call(*command, *first, *second).code == 0
-    assert is_saved(tmp_path / "new", state)
+# Transfers, recoveries.
 
 
 class Numbered(nn.Linear):
@@ -491,23 +461,6 @@ def test_targets_of_a_transfer() -> None:
     tte.reshard(source, own := dict(module.state_dict()))
     assert digest_value(own) == digest_value(dict(source.state_dict()))
     refused("pass what its state_dict() gives", lambda: tte.reshard({"part": Plain({"a": 1})}, {"part": {"a": 0}}))
-
-
-def test_changes_over_a_plan_of_another_version() -> None:
-    source, target = {"w": torch.zeros(3)}, {"w": torch.zeros(3)}
-    snapshot = delta.Snapshot(source, version=3)
-    source["w"] += 1
-    plan = tte.transfer.plan_reshard(source, target)
-    changes = snapshot.changes(version=5)
-    told = "send the changes from there, or run the plan without changes and with version=5"
-    refused(told, lambda: plan.run(changes=changes))
-    plan.run(version=5)
-    assert plan.version == 5 and torch.equal(target["w"], source["w"])
-    source["w"] += 1
-    refused("holds version 5", lambda: plan.run(changes=delta.Snapshot(source, version=6).changes(version=7)))
-    snapshot = delta.Snapshot({"w": target["w"].clone()}, version=5)
-    plan.run(changes=snapshot.changes(source, version=7))
-    assert torch.equal(target["w"], source["w"])
 
 
 def test_a_recovery_in_one_process(tmp_path: Path) -> None:
@@ -743,22 +696,6 @@ def in_a_world(rank: int, world_size: int, path: Path) -> list[str]:
     for name, one in ("all", truth), ("none", truth.clone()):
         tte.weights.save({"a": truth, "b": one}, path / name)
         check(f"tied on {name}", is_saved(path / name, {"a": truth, "b": truth}))
-
-    # Changes.
-    states = [{"w": cut(), "odd": torch.zeros(2, dtype=dtype)} for dtype in (torch.float32, torch.bfloat16)]
-    snapshots = [delta.Snapshot(state, version=0) for state in states]
-    for state in states:
-        state["w"].to_local().add_(1)
-    changes = [snapshot.changes() for snapshot in snapshots]
-    told = "rank(s) 1 gave None: pass there what Snapshot.changes() gives"
-    refused(told, lambda: delta.save(None if rank else changes[0], path / "1"))
-    refused("give changes of snapshots of one state", lambda: delta.save(changes[rank], path / "1"))
-    for state, change in zip(states, changes, strict=True):
-        delta.save(change, path / "1")
-        target = {key: torch.zeros_like(value) for key, value in state.items()}
-        target["w"] = cut()
-        delta.apply(target, delta.load(path / "1"), version=0)
-        check("changes", torch.equal(tte.full_tensor(target["w"]), truth + 1))
 
     # Transfers.
     plans = []

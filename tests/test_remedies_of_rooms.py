@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import torchtitan_ext as tte
-from torchtitan_ext import delta
 from torchtitan_ext.elastic import ElasticBatchSampler, ElasticDataLoader, Streams
 from torchtitan_ext.sync import sync_state_dict
 
@@ -268,23 +267,6 @@ def in_a_world(rank: int, world_size: int, path: Path) -> list[str]:
     tte.reshard({"layer": Part(1).state_dict()}, given := {"layer": Part(2).state_dict()})
     if given != {"layer": {"number": 1}}:
         lost.append("state_dict")
-    half = {"w": cut(tensor=truth.bfloat16())}
-    trained = {"w": cut()}
-    snapshot = delta.Snapshot(trained, version=0)
-    refused(
-        "plan it with keep_sent=True, and run it with changed_only=True",
-        lambda: tte.transfer.plan_reshard(trained, half, cast="allow").run(changes=snapshot.changes()),
-    )
-    plan = tte.transfer.plan_reshard(trained, half, cast="allow", keep_sent=True)
-    plan.run(version=0)
-    plan.run(version=1, changed_only=True)
-    trained = {"w": cut(tensor=truth.bfloat16())}
-    snapshot = delta.Snapshot(trained, version=0)
-    plan = tte.transfer.plan_reshard(trained, half)
-    plan.run(version=0)
-    trained["w"].to_local().add_(1)
-    plan.run(changes=snapshot.changes())
-    check("delta", half["w"], truth.bfloat16() + 1)
 
     # Syncs.
     summed = torch.nn.Linear(3, 8, bias=False)

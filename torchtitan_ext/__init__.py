@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchtitan_ext import checkpoint as checkpoint
-    from torchtitan_ext import delta as delta
     from torchtitan_ext import elastic as elastic
     from torchtitan_ext import errors as errors
     from torchtitan_ext import full as full
@@ -65,7 +64,7 @@ __all__ = [
 
 # Rooms that are reached by attribute too, as after ``import torchtitan_ext.sync``.
 _ROOMS = (
-    *("checkpoint", "delta", "elastic", "errors", "full", "integrations", "layout", "ops", "ranks", "runs", "state"),
+    *("checkpoint", "elastic", "errors", "full", "integrations", "layout", "ops", "ranks", "runs", "state"),
     *("storage", "sync", "transfer", "transforms", "weights"),
 )
 

@@ -6,7 +6,7 @@ The digest of a tensor is its sum (``checkpoint/tables/tensor_sums.py``); dtype 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -125,7 +125,19 @@ def fingerprint_over(
     failures = [problem for _, own in gathered for problem in own]
     if failures:
         raise refusal("fingerprint", failures)
-    return fingerprint_of_sums([sums for sums, _ in gathered])
+    digests: dict[str, str] = {}
+    differing = []
+    total = hashlib.blake2b(digest_size=16)
+    merged = SumTable.merge([sums for sums, _ in gathered])
+    for fqn in sorted(merged):
+        # Values that are no tensors have no dtype.
+        replicas = [(one.dtype, one.shape, one.sums[None]) for one in merged.replicas(fqn)]
+        first = dtype, shape, found = min(replicas, key=lambda one: one[0] != "")
+        digests[fqn] = hex_of_digest(found, dtype, shape) if dtype else f"{found:016x}"
+        if any(one != first for one in replicas):
+            differing.append(fqn)
+        total.update(f"{len(fqn)}:{fqn}={digests[fqn]};".encode())
+    return Fingerprint(total.hexdigest(), digests, tuple(differing))
 
 
 @contextmanager
@@ -142,21 +154,3 @@ def _table_of_sharded(entries: Mapping[str, TensorEntry | BoxesEntry], problems:
         fqn: entry for fqn, entry in entries.items() if isinstance(entry, BoxesEntry) or entry.report.mesh is not None
     }
     return encode_table(KeyTable(sharded, problems=tuple(problems))).message
-
-
-def fingerprint_of_sums(of_ranks: Sequence[SumTable], *, left_out: Collection[str] = ()) -> Fingerprint:
-    """From the sums of the tensors of each rank, in the order of ranks, and the digests of its other values, which have
-    no dtype.
-    """
-    values: dict[str, str] = {}
-    differing = []
-    total = hashlib.blake2b(digest_size=16)
-    merged = SumTable.merge(of_ranks)
-    for fqn in sorted(set(merged).difference(left_out)):
-        replicas = [(one.dtype, one.shape, one.sums[None]) for one in merged.replicas(fqn)]
-        first = dtype, shape, found = min(replicas, key=lambda one: one[0] != "")
-        values[fqn] = hex_of_digest(found, dtype, shape) if dtype else f"{found:016x}"
-        if any(one != first for one in replicas):
-            differing.append(fqn)
-        total.update(f"{len(fqn)}:{fqn}={values[fqn]};".encode())
-    return Fingerprint(total.hexdigest(), values, tuple(differing))

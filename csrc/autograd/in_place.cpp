@@ -108,7 +108,7 @@ void in_place(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
 
 TORCH_LIBRARY_IMPL(torchtitan_ext, ADInplaceOrView, library) {
   for (const char* name : {"unpack_shard_", "unpack_shards_", "flatten_into_", "unflatten_tensors_",
-                           "broadcast_coalesced_", "exchange_runs_", "changed_elements_", "apply_changes_"}) {
+                           "broadcast_coalesced_", "exchange_runs_"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&in_place>());
   }
 }

@@ -4,7 +4,6 @@
 #include <pybind11/numpy.h>
 
 #include <span>
-#include <vector>
 
 namespace torchtitan_ext::bindings {
 
@@ -14,12 +13,6 @@ using Array = pybind11::array_t<T, pybind11::array::c_style>;
 template <typename T>
 std::span<const T> span_of(const Array<T>& array) {
   return {array.data(), static_cast<size_t>(array.size())};
-}
-
-template <typename T>
-std::vector<T> vector_of(const Array<T>& array) {
-  const std::span<const T> elements = span_of(array);
-  return {elements.begin(), elements.end()};
 }
 
 template <typename T>

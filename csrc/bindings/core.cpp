@@ -9,10 +9,7 @@
 #include <variant>
 #include <vector>
 
-#include "bindings/box_changes.h"
-#include "bindings/changes.h"
 #include "bindings/convert.h"
-#include "bindings/delta_plan.h"
 #include "bindings/index_order.h"
 #include "bindings/instances.h"
 #include "bindings/metadata.h"
@@ -23,6 +20,7 @@
 #include "bindings/saved_chunks.h"
 #include "bindings/shared_reads.h"
 #include "bindings/storage.h"
+#include "bindings/sums.h"
 #include "bindings/tables.h"
 #include "bindings/transfer.h"
 #include "bindings/transforms.h"
@@ -237,9 +235,7 @@ PYBIND11_MODULE(_core, module) {
   torchtitan_ext::bindings::define_storage(module);
   torchtitan_ext::bindings::define_tables(module);
   register_plan(module);
-  register_changes(module);
-  register_box_changes(module);
-  register_delta_plan(module);
+  register_sums(module);
   torchtitan_ext::bindings::register_index_order(module);
   register_transfer(module);
   define_saved_chunks(module);

@@ -37,14 +37,4 @@ inline uint64_t extended_hash(uint64_t hash, int64_t word) {
   return mix_bits(hash + kGolden + static_cast<uint64_t>(word));
 }
 
-// The hash of one element, which adds to the fingerprint what the element adds. 16 bytes are a struct of `low` and `high`.
-template <typename Bits>
-TTE_HASH_FUNCTION uint64_t hash_element(const Bits& bits, uint64_t position) {
-  if constexpr (sizeof(Bits) == 16) {
-    return hash_word(bits.low, 2 * position) + hash_word(bits.high, 2 * position + 1);
-  } else {
-    return hash_word(bits, position);
-  }
-}
-
 }  // namespace torchtitan_ext::core

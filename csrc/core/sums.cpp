@@ -77,14 +77,6 @@ std::vector<std::string> SumTable::differing(const std::unordered_map<std::strin
   return found;
 }
 
-SumTable SumTable::changed(const SumTable& before, const SumTable& after) const {
-  SumTable result = *this;
-  for (const std::string& key : keys_) {
-    for (auto& [box, sum] : result.part(key).sums) sum += after.part(key).sums.at(box) - before.part(key).sums.at(box);
-  }
-  return result;
-}
-
 std::string SumTable::encode() const {
   WireWriter out;
   for (const std::string& key : keys_) {

@@ -1,4 +1,4 @@
-// Sums over the elements of tensors: what fingerprints consist of, and what proves loads, copies and changes.
+// Sums over the elements of tensors: what fingerprints consist of, and what proves loads and copies.
 //
 // The sum of a box is that of the hashes of its elements (element_hash.h), modulo 2^64. A rank has one sum of its shard
 // of a tensor, or one per box where the tensor states its own boxes. What the ranks of a replica hold adds up, and a box
@@ -51,8 +51,6 @@ class SumTable {
   std::vector<Part> replicas(const std::string& key) const;
   // Keys of which some replica has another sum; those that are not expected are passed over.
   std::vector<std::string> differing(const std::unordered_map<std::string, uint64_t>& expected) const;
-  // Of one rank: when the elements with the sums `before` have got those of `after`.
-  SumTable changed(const SumTable& before, const SumTable& after) const;
 
   // Of one rank. `decode` throws WireError.
   std::string encode() const;

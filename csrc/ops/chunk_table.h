@@ -25,11 +25,11 @@ class TableReader {
   };
 
   Entry next(size_t num_dims);
-  std::span<const int64_t> take(size_t count);
-  bool at_end() const { return rest_.empty(); }
   void finish() const;
 
  private:
+  std::span<const int64_t> take(size_t count);
+
   std::span<const int64_t> rest_;
   const char* where_;
 };

@@ -2,9 +2,9 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include <array>
+#include <cstdint>
 #include <vector>
 
-#include "ops/cuda_block.h"
 #include "ops/cuda_launch.h"
 #include "ops/hash_runs.h"
 #include "ops/hash_tiles.h"
@@ -12,6 +12,20 @@
 
 namespace torchtitan_ext::ops {
 namespace {
+
+// The block of a running kernel, for sum_over_block.
+class CudaBlock {
+ public:
+  __device__ explicit CudaBlock(unsigned long long* warp_sums) : warp_sums_(warp_sums) {}
+  __device__ uint64_t shuffle_down(uint64_t value, uint32_t distance) {
+    return __shfl_down_sync(0xffffffffu, static_cast<unsigned long long>(value), distance);
+  }
+  __device__ unsigned long long* warp_sums() { return warp_sums_; }
+  __device__ void synchronize() { __syncthreads(); }
+
+ private:
+  unsigned long long* warp_sums_;
+};
 
 // Grid: one block per tile of 1,024 words, as copy_nests. Neighbouring threads read neighbouring words. One atomic
 // addition per block.

@@ -25,19 +25,6 @@ STABLE_TORCH_LIBRARY(torchtitan_ext, library) {
       "digest, "
       "int bucket_bytes, float timeout_seconds) -> ()");
   library.def("check_broadcast(Tensor[] tensors) -> (int[] digest, int[] positions, str reason)");
-  library.def("mark_changes(Tensor[] new, Tensor[] base) -> (Tensor mask, Tensor counts)");
-  library.def(
-      "changed_elements_(Tensor[] new, Tensor[] base, SymInt[] tables, Tensor mask, SymInt[] counts, Tensor(a!) "
-      "positions, Tensor(b!) values) -> Tensor");
-  library.def(
-      "find_changes(Tensor[] new, Tensor[] base, SymInt[] tables, SymInt[] limits) -> (Tensor positions, Tensor "
-      "values, "
-      "Tensor counts, Tensor sums)");
-  library.def(
-      "sum_elements(Tensor[] shards, SymInt[] tables, Tensor positions, SymInt[] counts) -> (Tensor sums, Tensor "
-      "found)");
-  library.def(
-      "apply_changes_(Tensor(a!)[] shards, SymInt[] tables, Tensor positions, SymInt[] counts, Tensor values) -> ()");
   library.def("fingerprint_shard(Tensor shard, SymInt[] global_sizes, SymInt[] chunks) -> Tensor");
   library.def("fingerprint_shards(Tensor[] shards, SymInt[] tables) -> Tensor");
 }
@@ -54,11 +41,6 @@ static void register_kernels(torch::stable::detail::StableLibrary& library) {
   library.impl("flatten_tensors", TORCH_BOX(&ops::flatten_tensors));
   library.impl("flatten_into_", TORCH_BOX(&ops::flatten_into_));
   library.impl("unflatten_tensors_", TORCH_BOX(&ops::unflatten_tensors_));
-  library.impl("mark_changes", TORCH_BOX(&ops::mark_changes));
-  library.impl("changed_elements_", TORCH_BOX(&ops::changed_elements_));
-  library.impl("find_changes", TORCH_BOX(&ops::find_changes));
-  library.impl("sum_elements", TORCH_BOX(&ops::sum_elements));
-  library.impl("apply_changes_", TORCH_BOX(&ops::apply_changes_));
   library.impl("fingerprint_shard", TORCH_BOX(&ops::fingerprint_shard));
   library.impl("fingerprint_shards", TORCH_BOX(&ops::fingerprint_shards));
 }

@@ -10,7 +10,6 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <cstdint>
-#include <tuple>
 #include <vector>
 
 #include "ops/tensor_list.h"
@@ -73,36 +72,5 @@ Tensor fingerprint_shard(const Tensor& shard, const Ints& global_sizes, const In
 // The sums of many shards on one device, int64 there of shape (shards). Tables as for `pack_shards`, with the sizes of the
 // global tensor in place of offsets.
 Tensor fingerprint_shards(const TensorList& shards, const Ints& tables);
-
-// ---- changes.cpp ----
-//
-// Changes of a list of tensors: `counts` of changed elements; int64 `positions` of these in the row-major order of the
-// global tensors, tensor after tensor, ascending in each; their bits as uint8 `values`, those of each tensor from a
-// multiple of 16 bytes on. `tables` has for each tensor `num_chunks | global_sizes | shard_sizes | chunks`.
-
-// The mask of elements that differ by bits (change_marks.h), and their number in each tensor.
-std::tuple<Tensor, Tensor> mark_changes(const TensorList& new_tensors, const TensorList& base);
-
-// Fills positions and values of the marked elements of those tensors whose count is not 0. Returns (2, number of tensors)
-// sums of the hashes (element_hash.h) of their bits before, and of those now.
-Tensor changed_elements_(const TensorList& new_tensors, const TensorList& base, const Ints& tables, const Tensor& mask,
-                         const Ints& counts, const Tensor& positions, const Tensor& values);
-
-// mark_changes and changed_elements_ at once, in one pass over CPU tensors: positions, values, counts and sums. Of a tensor in
-// which more elements differ than its limit none is listed, and its sums are 0. Counts lie in host memory and are of all
-// that differ. Waits for the device.
-std::tuple<Tensor, Tensor, Tensor, Tensor> find_changes(const TensorList& new_tensors, const TensorList& base,
-                                                        const Ints& tables, const Ints& limits);
-
-// Positions, values and counts of those changes that lie in boxes. `tables` has for each tensor
-// `count | item_bytes | num_dims | num_boxes | global_sizes | offsets, sizes of each box`.
-
-// The sums of the hashes of the bits that the shards hold at these positions, and how many of them each shard has.
-std::tuple<Tensor, Tensor> sum_elements(const TensorList& shards, const Ints& tables, const Tensor& positions,
-                                        const Ints& counts);
-
-// Writes the values at those of the positions that a shard holds.
-void apply_changes_(const TensorList& shards, const Ints& tables, const Tensor& positions, const Ints& counts,
-                    const Tensor& values);
 
 }  // namespace torchtitan_ext::ops

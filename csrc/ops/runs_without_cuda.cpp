@@ -1,8 +1,6 @@
-// Stands in for copy_runs_cuda.cu, hash_runs_cuda.cu and changes_cuda.cu in a build without nvcc.
+// Stands in for copy_runs_cuda.cu and hash_runs_cuda.cu in a build without nvcc.
 #include <stdexcept>
 
-#include "ops/change_lists.h"
-#include "ops/change_marks.h"
 #include "ops/copy_runs.h"
 #include "ops/hash_runs.h"
 
@@ -20,13 +18,5 @@ namespace {
 void copy_runs_cuda(const core::RunList&, uintptr_t, uintptr_t, int32_t) { refuse(); }
 
 void hash_runs_cuda(std::span<const HashedRuns>, uint64_t*, int32_t) { refuse(); }
-
-void mark_changes_cuda(std::span<const MarkedPair>, uint64_t*, int64_t*, int32_t) { refuse(); }
-
-void list_changes_cuda(std::span<const MarkedElements>, int32_t) { refuse(); }
-
-void write_listed_cuda(std::span<const ListedElements>, int32_t) { refuse(); }
-
-void sum_listed_cuda(std::span<const ListedElements>, uint64_t*, int64_t*, int32_t) { refuse(); }
 
 }  // namespace torchtitan_ext::ops

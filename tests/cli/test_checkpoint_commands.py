@@ -55,7 +55,6 @@ def test_the_story_of_a_checkpoint(run_dir: Path) -> None:
         "is_equal": False,
         "num_equal": 1,
         "num_unread": 0,
-        "delta": None,
         "differences": [{
             "key": "model.w", "kind": "values", "a": "float32 [3, 4]", "b": "float32 [3, 4]",
             "values": {

@@ -82,7 +82,7 @@ JSON_CALLS = {
     "ls": ["outputs/checkpoint"],
     "latest": ["outputs/checkpoint"],
     "gc": ["outputs/checkpoint", "--keep", "1"],
-    "diff": ["outputs/checkpoint/step-100", "outputs/checkpoint/step-200", "--delta", "json/delta"],
+    "diff": ["outputs/checkpoint/step-100", "outputs/checkpoint/step-200"],
     "reshard": ["outputs/checkpoint/step-100", "json/step-100", "--mesh", "dp_shard=4"],
     "convert": ["outputs/checkpoint/step-100", "json/exported", "--to", "safetensors"],
     "doctor": [],

@@ -187,26 +187,5 @@ TEST(SumTable, DecodesWhatItEncoded) {
   }
 }
 
-TEST(SumTable, FollowsChanges) {
-  std::mt19937_64 random(5);
-  for (int round = 0; round < 200; ++round) {
-    const SumTable table = random_table(random);
-    SumTable before = table, after = table, expected = table;
-    for (const std::string& key : table.keys()) {
-      for (const auto& [box, sum] : table.part(key).sums) {
-        const uint64_t removed = random(), added = random();
-        before.part(key).sums[box] = removed;
-        after.part(key).sums[box] = added;
-        expected.part(key).sums[box] = sum - removed + added;
-      }
-    }
-    const SumTable changed = table.changed(before, after);
-    EXPECT_EQ(changed.encode(), expected.encode());
-  }
-  const SumTable table = table_of("a", {{kFirst, 1}});
-  EXPECT_THROW(table.changed(SumTable(), table), std::out_of_range);
-  EXPECT_THROW(table.changed(table, table_of("a", {{kSecond, 1}})), std::out_of_range);
-}
-
 }  // namespace
 }  // namespace torchtitan_ext::core

@@ -10,17 +10,12 @@ import pytest
 import torch
 from checkpoints import random_bits, save_as
 
-from torchtitan_ext.offline.compare.delta_file import write_delta
-from torchtitan_ext.offline.compare.diff import diff
-from torchtitan_ext.offline.sources import open_source
-
 # Warmed up, so that what the allocators and libraries keep is not taken for the checkpoint's.
 PROGRAM = """
 import sys
 from torchtitan_ext.offline.sources import open_source
 from torchtitan_ext.offline.rewrite.reshard import reshard
 from torchtitan_ext.offline.rewrite.convert import convert
-from torchtitan_ext.offline.compare.delta_file import write_delta
 from torchtitan_ext.offline.compare.diff import diff
 _, small, large, target, name, num_processes, max_bytes = sys.argv
 options = {"num_processes": int(num_processes), "max_bytes": int(max_bytes), "progress": lambda _: None}
@@ -28,12 +23,6 @@ options = {"num_processes": int(num_processes), "max_bytes": int(max_bytes), "pr
 def run(source, target):
     if name == "reshard":
         reshard(open_source(source), target, mesh={"dp": 3, "tp": 2}, **options)
-    elif name == "changes":
-        reshard(open_source(source), target, mesh={"dp": 3, "tp": 2}, changes=[source + "-delta"], **options)
-    elif name == "delta":
-        pair = open_source(source), open_source(source + "-other")
-        report = diff(*pair, max_bytes=options["max_bytes"])
-        write_delta(*pair, report, target, versions=(0, 1), max_bytes=options["max_bytes"])
     elif name == "diff":
         diff(open_source(source), open_source(source + "-other"), values=True, max_bytes=options["max_bytes"])
     else:
@@ -70,17 +59,14 @@ def living(pid: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A small and a large checkpoint; beside each another in which one tensor differs, and one in most elements; and
-    the changes between the two."""
+    """A small and a large checkpoint; beside each another in which one tensor differs, and one in most elements."""
     folder = tmp_path_factory.mktemp("sources")
     for kind, num_rows in (("small", 1 << 10), ("large", 12 << 20)):
         state = {f"w{number}": random_bits((num_rows,), torch.float32, number) for number in range(4)}
         save_as("ours", folder / kind, state)
         state["w3"] += 1
-        state["w2"].view(torch.int32)[torch.arange(num_rows) % 5 < 3] ^= 1  # few enough that they go one by one
+        state["w2"].view(torch.int32)[torch.arange(num_rows) % 5 < 3] ^= 1
         save_as("torch", folder / f"{kind}-other", state)
-        pair = open_source(folder / kind), open_source(folder / f"{kind}-other")
-        write_delta(*pair, diff(*pair), folder / f"{kind}-delta", versions=(0, 1), max_bytes=48 << 20)
     return folder / "small", folder / "large"
 
 
@@ -93,9 +79,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         ("safetensors", 2),
         ("dcp", 1),
         ("diff", 1),
-        ("delta", 1),
-        ("changes", 1),
-        ("changes", 2),
     ],
 )
 def test_memory_stays_below_the_bound_on_a_state_four_times_as_large(

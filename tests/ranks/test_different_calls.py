@@ -37,8 +37,6 @@ def calls_of(path: Path) -> dict[str, Callable[..., Any]]:
         "fingerprint": lambda: tte.fingerprint(state()),
         "check_replicas": lambda: tte.check_replicas(state(), mesh),
         "broadcast_tensors": lambda: tte.sync.broadcast_tensors([torch.ones(3)]),
-        "snapshot": lambda **more: tte.delta.Snapshot(state(), **more),
-        "delta.load": lambda **more: tte.delta.load(path / "changes", **more),
     }
     tte.save(state(), path / "saved", fingerprints=True)
     return calls
@@ -49,7 +47,7 @@ PAIRS = [
     *permutations(["save", "load", "reshard", "fingerprint", "check_replicas", "broadcast_tensors", "recover"], 2),
     *permutations(["load", "load(prove=True)"], 2),
     *permutations(["save", "weights.save", "async_save"], 2),
-    *permutations(["plan.run", "snapshot", "delta.load"], 2),
+    *permutations(["plan.run", "save"], 2),
 ]
 OF_SYNCS = {"check_replicas", "broadcast_tensors"}
 
@@ -61,7 +59,7 @@ def make_pairs(rank: int, world_size: int, path: Path) -> dict[tuple[str, str], 
             calls[pair[rank == 1]]()
         found[pair] = type(caught.value).__name__, str(caught.value)
         dist.barrier()
-    for name in {name for pair in PAIRS for name in pair} - {"delta.load"}:  # the group is as good as before
+    for name in {name for pair in PAIRS for name in pair}:  # the group is as good as before
         calls[name]()
     return found
 
@@ -93,8 +91,6 @@ REFUSED = [
     ("plan.run", {"version": "seven"}, r"TransferPlan.run: got version='seven', expected"),
     ("reshard", {"replicas": "last"}, r"plan_reshard: got replicas='last', expected"),
     ("recover", {"step": 1.5}, r"recover: got step=1.5, expected"),
-    ("snapshot", {"keep": "all"}, r"Snapshot: got keep='all', expected"),
-    ("delta.load", {"timeout_seconds": 0}, r"delta.load: got timeout_seconds=0, expected"),
 ]
 
 

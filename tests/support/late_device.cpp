@@ -652,8 +652,7 @@ void check_arguments(const c10::OperatorHandle& op, const torch::jit::Stack& arg
 }
 
 // Operators whose CPU kernels compare what is in their arguments, or exchange it.
-const std::set<std::string> kLookAtData{"torchtitan_ext::broadcast_coalesced_", "torchtitan_ext::changed_elements_",
-                                        "torchtitan_ext::sum_elements", "torchtitan_ext::apply_changes_"};
+const std::set<std::string> kLookAtData{"torchtitan_ext::broadcast_coalesced_"};
 
 // An operator of torchtitan_ext: its CPU kernel runs on the current stream. What it returns is made here, in the
 // shapes that its fake kernel says, and filled there.
@@ -688,31 +687,6 @@ void run_on_stream(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       for (const at::Tensor& tensor : tensors_in(value)) places[next++].copy_(tensor);
     }
   });
-}
-
-// An operator that waits for the device and makes results of sizes that depend on it: all on the device but the third,
-// which has the counts.
-void run_and_wait(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const size_t num_arguments = op.schema().arguments().size();
-  torch::jit::Stack arguments(stack->end() - static_cast<int64_t>(num_arguments), stack->end());
-  torch::jit::drop(*stack, num_arguments);
-  current_queue().wait();
-  torch::jit::Stack on_cpu;
-  replace_tensors(arguments, on_cpu, alias_of);
-  {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    op.callBoxed(&on_cpu);
-  }
-  for (size_t index = 0; index < on_cpu.size(); ++index) {
-    const at::Tensor result = on_cpu[index].toTensor();
-    if (index == 2) {
-      stack->push_back(result);
-      continue;
-    }
-    at::Tensor there = at::empty_strided(result.sizes(), result.strides(), result.options().device(kDevice));
-    alias_of(there).copy_(result);
-    stack->push_back(there);
-  }
 }
 
 // An operator that looks at shapes and addresses only.
@@ -758,11 +732,9 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
 TORCH_LIBRARY_IMPL(torchtitan_ext, PrivateUse1, library) {
   for (const char* name :
        {"pack_shard", "unpack_shard", "unpack_shard_", "pack_shards", "unpack_shards_", "flatten_tensors",
-        "flatten_into_", "unflatten_tensors_", "fingerprint_shard", "fingerprint_shards", "broadcast_coalesced_",
-        "mark_changes", "changed_elements_", "sum_elements", "apply_changes_"}) {
+        "flatten_into_", "unflatten_tensors_", "fingerprint_shard", "fingerprint_shards", "broadcast_coalesced_"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_stream>());
   }
-  library.impl("find_changes", torch::CppFunction::makeFromBoxedFunction<&run_and_wait>());
   library.impl("check_broadcast", torch::CppFunction::makeFromBoxedFunction<&run_at_once>());
 }
 

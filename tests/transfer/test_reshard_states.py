@@ -445,9 +445,6 @@ def one_state_on_two_devices(rank: int, world_size: int) -> None:
     everywhere: list[Any] = [None] * world_size
     dist.all_gather_object(everywhere, [tensor.cpu() for tensor in (source, target)[rank]["model"].values()])
     assert all(torch.equal(*pair) for pair in zip(*everywhere, strict=True))
-    snapshot = tte.delta.Snapshot(source)
-    source["optimizer"][1]["step"].fill_(21.0)
-    assert snapshot.changes().num_changed == 1
 
 
 def test_steps_in_host_memory_travel_with_the_tensors_of_an_accelerator(run_late_world: Any) -> None:

@@ -53,7 +53,6 @@ def reshard_random(rank: int, world_size: int, seeds: list[str]) -> list[str]:
         source = SideOfTransfer(draw, world_size, numbers)
         target = SideOfTransfer(draw, world_size, {composition.name: result.to(dtype)})
         numbered = {name: tensor.to_local().clone() for name, tensor in source.tensors.items()}
-        keeps = draw.random() < 0.7
         plan = tte.transfer.plan_reshard(
             source.tensors or None,
             target.tensors or None,
@@ -61,14 +60,12 @@ def reshard_random(rank: int, world_size: int, seeds: list[str]) -> list[str]:
             transform=transform,
             source_layouts=source.orders,
             target_layouts=target.orders,
-            keep_sent=keeps,
             bucket_bytes=draw.choice([64, 256, 1 << 25]),
         )
         poison(target.tensors)
         values = torch.arange(composition.num_elements)
         for version in range(3):
-            changed_only = keeps and version > 0
-            plan.run(version=version, verify=draw.random() < 0.5, changed_only=changed_only)
+            plan.run(version=version, verify=draw.random() < 0.5)
             for name, tensor in target.tensors.items():
                 layout = target.layouts[name]
                 truth = {name: torch.where(result < 0, result, values[result.clamp(min=0)]).to(dtype)}
@@ -76,8 +73,7 @@ def reshard_random(rank: int, world_size: int, seeds: list[str]) -> list[str]:
                 lines += [
                     f"seed {seed}, version {version}, {line}: {transform.to_json()} to {layout}" for line in found
                 ]
-            if not changed_only:
-                poison(target.tensors if not keeps else {})
+            poison(target.tensors)
             # Some, all or none of the elements change.
             share = draw.choice([0, 0.01, 0.1, 1])
             chosen = torch.rand(values.shape, generator=torch.Generator().manual_seed(draw.randrange(2**31))) < share
@@ -144,59 +140,21 @@ def expected_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().bfloat16() for name, tensor in made.items()}
 
 
-def train_and_send_changes(rank: int, world_size: int) -> list[int]:
-    """What each of ten steps sends to other ranks, by changes; the first row is the whole state."""
+def train_and_send(rank: int, world_size: int) -> None:
     model = build_model(BY_NAME["fsdp2_tp2"], UNEVEN)
     optimizer = build_optimizer(model, lr=1e-5)
-    state, whole_state = generator_state([1, 2]), generator_state([1, 2])
-    plan = tte.transfer.plan_reshard(model, state, transform=FUSED, cast="allow", keep_sent=True)
-    whole_plan = tte.transfer.plan_reshard(model, whole_state, transform=FUSED, cast="allow")
-    sent = [plan.run(version=0, verify=True).bytes_sent]
+    state = generator_state([1, 2])
+    plan = tte.transfer.plan_reshard(model, state, transform=FUSED, cast="allow")
+    plan.run(version=0, verify=True)
     for version in range(1, 11):
         take_steps(model, optimizer, 1)
-        sent.append(plan.run(version=version, changed_only=True, verify=True).bytes_sent)
-        whole_plan.run(version=version)
+        plan.run(version=version, verify=True)
         expected = expected_state(model)
-        for made in (state, whole_state):
-            assert made is None or differences(made, expected) == []
-    assert plan.run(version=11, changed_only=True).bytes_sent == 0
-    return sent
+        assert state is None or differences(state, expected) == []
 
 
-def test_ten_steps_of_an_fp32_trainer_reach_a_fused_bf16_generator_by_changes(run_world: Any) -> None:
-    of_ranks = run_world(4, train_and_send_changes)
-    whole, *steps = (sum(of_step) for of_step in zip(*of_ranks, strict=True))
-    # Most steps of 1e-5 are less than a step of bf16.
-    assert 0 < sum(steps) / len(steps) < whole / 2, (whole, steps)
-
-
-def other_bases(rank: int, world_size: int) -> None:
-    source = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(6.0).view(2, 3)}
-    target = {"ab": torch.zeros(2, 6)} if rank == 1 else None
-    joined = Transform([Rule(["a", "b"], "ab", [transforms.concat(1)])])
-    plan = tte.transfer.plan_reshard(source, target, transform=joined, keep_sent=True)
-    with pytest.raises(StateRefusedError, match="changed_only: has no version to start from"):
-        plan.run(version=1, changed_only=True)
-    plan.run(version=1)
-    if target is not None:
-        target["ab"][1, 4] += 1
-    source["b"][1, 1] = 70
-    with pytest.raises(StateRefusedError, match="ab: of the target has other bits than the changes replace, on rank 1"):
-        plan.run(version=2, changed_only=True)
-    assert target is None or target["ab"][1, 4] == 5, "nothing was written"
-    plan.run(version=3)
-    assert target is None or target["ab"][1, 4] == 70
-    with pytest.raises(ValueError, match="changed_only=True needs version="):
-        plan.run(changed_only=True)
-    with pytest.raises(StateRefusedError, match="changed_only: is True on rank 0, False on rank 1"):
-        plan.run(version=4, changed_only=rank == 0)
-    with pytest.raises(StateRefusedError, match="ab: is cast or mapped on its way, which changes cannot follow"):
-        snapshot = tte.delta.Snapshot(source)
-        plan.run(changes=snapshot.changes(version=4))
-
-
-def test_changes_need_the_version_that_was_sent(run_world: Any) -> None:
-    run_world(2, other_bases)
+def test_ten_steps_of_an_fp32_trainer_reach_a_fused_bf16_generator(run_world: Any) -> None:
+    run_world(4, train_and_send)
 
 
 def refused(rank: int, world_size: int) -> None:
@@ -283,11 +241,11 @@ def odd_states(rank: int, world_size: int) -> None:
         whole = random_whole((5, 6), dtype, 3)
         target = {"v": tte.full.distribute_tensor(torch.zeros_like(whole.T.contiguous()), mesh, [Shard(1)])}
         rows = {"w": tte.full.distribute_tensor(whole, mesh, [Shard(0)])}
-        plan = tte.transfer.plan_reshard(rows, target, transform=Transform([turn]), keep_sent=True)
+        plan = tte.transfer.plan_reshard(rows, target, transform=Transform([turn]))
         plan.run(version=0, verify=True)
         assert differences(target, {"v": whole.T}) == [], dtype
         rows["w"].to_local().copy_(random_whole((5, 6), dtype, 4).tensor_split([3])[rank])
-        plan.run(version=1, verify=True, changed_only=True)
+        plan.run(version=1, verify=True)
         assert differences(target, {"v": random_whole((5, 6), dtype, 4).T}) == [], dtype
 
     # Scalars of a series; the optimizer's steps, which are no shards, to one tensor.
@@ -374,14 +332,13 @@ def on_two_devices(rank: int, world_size: int) -> None:
         target if rank == 1 else None,
         transform=Transform(rules),
         cast="allow",
-        keep_sent=True,
     )
     plan.run(version=0, verify=True)
     if rank == 1:
         assert torch.equal(target["v"].cpu(), whole.T.bfloat16()) and target["at"].tolist() == [[3.0], [3.0]]
     rows.to_local()[0, 0] = 99
     source["step"] += 1
-    plan.run(version=1, changed_only=True, verify=True)
+    plan.run(version=1, verify=True)
     if rank == 1:
         assert target["v"][0].tolist() == [99, 4, 8, 99, 16, 20] and target["at"].tolist() == [[4.0], [4.0]]
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from torchtitan_ext.offline import placement_rules as placement_rules
     from torchtitan_ext.offline import selection as selection
     from torchtitan_ext.offline import sources as sources
-    from torchtitan_ext.offline.compare import delta_file as delta_file
     from torchtitan_ext.offline.compare import diff as diff
     from torchtitan_ext.offline.compare import fingerprints as fingerprints
     from torchtitan_ext.offline.dry_run import run as run
@@ -31,7 +30,6 @@ _MODULES = (
     "offline.placement_rules",
     "offline.selection",
     "offline.sources",
-    "offline.compare.delta_file",
     "offline.compare.diff",
     "offline.compare.fingerprints",
     "offline.dry_run.run",

@@ -54,8 +54,6 @@ _OPTION_OF = {
     "prefix": "--prefix",
     "glob": "GLOB",
     "dtype": "--dtype",
-    "versions": "--versions",
-    "delta": "--delta",
     "transform": "--transform",
     "rules": "--transform",
 }

@@ -67,7 +67,6 @@ from torchtitan_ext.errors.refusals import (
     SyncMismatchError,
     TransformError,
     WrongArgumentError,
-    WrongBaseError,
     refusal,
 )
 
@@ -104,7 +103,6 @@ __all__ = [
     "UnsafePickleError",
     "WorkerLostError",
     "WrongArgumentError",
-    "WrongBaseError",
     "WrongPart",
     "WrongValueError",
     "argument_error",

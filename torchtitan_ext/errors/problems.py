@@ -33,7 +33,6 @@ ProblemKind = Literal[
     "policy_name",
     "unused_filter",
     "wrong_transform",
-    "other_base",
 ]
 
 MAX_NAMED = 10

@@ -84,10 +84,6 @@ class TransformError(StateRefusedError):
     """A transform does not fit the tensors of the checkpoint, fills elements twice or not at all, or forgets some."""
 
 
-class WrongBaseError(StateRefusedError):
-    """Changes do not apply to a state: they were made from another version of it, or from other bits."""
-
-
 REFUSALS: dict[ProblemKind, tuple[type[StateRefusedError], str]] = {
     "partial_placement": (LayoutError, "Partial tensors cannot be checkpointed"),
     "unknown_placement": (LayoutError, "Placements this package does not know"),
@@ -115,7 +111,6 @@ REFUSALS: dict[ProblemKind, tuple[type[StateRefusedError], str]] = {
     "policy_name": (ReshardError, "Names of the policy that cannot be followed"),
     "unused_filter": (ReshardError, "Filters that select nothing"),
     "wrong_transform": (TransformError, "Transforms that do not fit the source"),
-    "other_base": (WrongBaseError, "Not the base of the changes"),
 }
 """For each kind of problem the error and the heading of its problems in reports."""
 

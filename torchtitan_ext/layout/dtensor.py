@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import mul
 from typing import Any
@@ -138,14 +137,6 @@ def as_bytes(local: torch.Tensor) -> torch.Tensor:
     dense = bits.resolve_conj().resolve_neg().contiguous()
     # One element counts as contiguous with any stride, which a view of other items does not take.
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
-
-
-@contextmanager
-def to_write(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Within it tensors are written in place, also such as require grad or were made in inference mode."""
-    mode = torch.inference_mode() if any(tensor.is_inference() for tensor in tensors) else nullcontext()
-    with mode, torch.no_grad():
-        yield
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -11,7 +11,6 @@ from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.rules.casts import is_exact
 from torchtitan_ext.errors import CheckpointReadError
 from torchtitan_ext.layout.dtensor import local_view
-from torchtitan_ext.layout.layout import Chunk, LocalShard
 from torchtitan_ext.layout.wrapper import dense_values
 from torchtitan_ext.offline.boxes import Memory, Piece, too_large
 from torchtitan_ext.offline.mapped_files import MappedFiles
@@ -21,19 +20,12 @@ from torchtitan_ext.storage.metadata.saved_state import ChunkKey
 from torchtitan_ext.storage.native.fills import Elements, Fills
 from torchtitan_ext.storage.native.open_files import OpenFiles, read_record
 from torchtitan_ext.storage.raw_tensor import DTYPES, dtype_name
-from torchtitan_ext.transfer.changed.changes import HeldTensor
 from torchtitan_ext.transforms.mapped_reads import mapped_elements
 
 
 def tensor_of(place: Memory, piece: Piece) -> torch.Tensor:
     """The elements of a piece, without a copy."""
     return torch.from_numpy(place).view(getattr(torch, piece.dtype)).view(piece.sizes)
-
-
-def held_piece(key: str, piece: Piece, shape: tuple[int, ...]) -> HeldTensor:
-    """A box as the part of a tensor that a rank would hold, under the tensor's new name."""
-    chunk = Chunk(piece.offsets, piece.sizes, (0,) * len(piece.sizes))
-    return HeldTensor(key, LocalShard(piece.sizes, (chunk,)), shape, None)
 
 
 class TorchBoxes:

@@ -10,15 +10,6 @@ differentiable; where its arguments require grad, call it under ``torch.no_grad(
 """
 
 from torchtitan_ext.ops.broadcast import DEFAULT_BUCKET_BYTES, BroadcastCheck, broadcast_coalesced_, check_broadcast
-from torchtitan_ext.ops.changes import (
-    apply_changes_,
-    change_offsets,
-    changed_elements_,
-    find_changes,
-    mark_changes,
-    mask_words,
-    sum_elements,
-)
 from torchtitan_ext.ops.exchange import PlannedExchange, dtype_number, exchange_runs_, numbered_dtype
 from torchtitan_ext.ops.flat import (
     DEFAULT_ALIGNMENT,
@@ -47,26 +38,19 @@ __all__ = [
     "DEFAULT_BUCKET_BYTES",
     "PlannedExchange",
     "ShardLike",
-    "apply_changes_",
     "broadcast_coalesced_",
-    "change_offsets",
-    "changed_elements_",
     "check_broadcast",
     "dtype_number",
     "exchange_runs_",
-    "find_changes",
     "fingerprint_shard",
     "fingerprint_shards",
     "flat_offsets",
     "flat_views",
     "flatten_into_",
     "flatten_tensors",
-    "mark_changes",
-    "mask_words",
     "numbered_dtype",
     "pack_shard",
     "pack_shards",
-    "sum_elements",
     "unflatten_tensors_",
     "unpack_shard",
     "unpack_shard_",

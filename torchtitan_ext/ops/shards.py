@@ -135,7 +135,7 @@ def pack_shards(
 ) -> list[Tensor]:
     """``pack_shard`` of many tensors, of any dtypes on one device, in one call. Differentiable."""
     given = listed("pack_shards", "src", src)
-    tables = shard_tables("pack_shards", given, shards, src_offsets)
+    tables = _shard_tables("pack_shards", given, shards, src_offsets)
     return _PACK_SHARDS((given, tables)) if given else []
 
 
@@ -182,10 +182,10 @@ def unpack_shards_(
 ) -> None:
     """``unpack_shard_`` of many tensors in one call. No two of ``dst`` may share memory."""
     given, given_locals = listed("unpack_shards_", "dst", dst), listed("unpack_shards_", "locals", locals)
-    tables = shard_tables("unpack_shards_", given, shards, dst_offsets)
+    tables = _shard_tables("unpack_shards_", given, shards, dst_offsets)
     if len(given) != len(given_locals):
         raise ValueError(f"unpack_shards_: got {len(given)} tensors and {len(given_locals)} local tensors")
-    check_shapes("unpack_shards_", given_locals, shards)
+    _check_shapes("unpack_shards_", given_locals, shards)
     if given:
         call("unpack_shards_", (given, given_locals, tables))
 
@@ -202,7 +202,7 @@ def _chunk_table(shard: ShardLike) -> list[int]:
     return table
 
 
-def shard_tables(
+def _shard_tables(
     name: str, tensors: Sequence[Tensor], shards: Sequence[ShardLike], offsets: Sequence[Sequence[int]] | None
 ) -> list[int]:
     """The tables of a list; ``ops.h`` has the formats. In place of offsets stand global sizes in some of them."""
@@ -217,7 +217,7 @@ def shard_tables(
     return table
 
 
-def check_shapes(name: str, locals: Sequence[Tensor], shards: Sequence[ShardLike]) -> None:
+def _check_shapes(name: str, locals: Sequence[Tensor], shards: Sequence[ShardLike]) -> None:
     for local, shard in zip(locals, shards, strict=True):
         _check_shape(name, local, shard)
 
@@ -271,8 +271,8 @@ def fingerprint_shards(
     given = listed(name, "locals", locals)
     if not given:
         raise ValueError(f"{name}: got no tensors, expected at least one")
-    tables = shard_tables(name, given, shards, global_sizes)
-    check_shapes(name, given, shards)
+    tables = _shard_tables(name, given, shards, global_sizes)
+    _check_shapes(name, given, shards)
     return call(name, (given, tables))
 
 

@@ -15,9 +15,7 @@ from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.tables.key_table import (
     BoxesEntry,
     EncodedTable,
-    KeyEntry,
     ObjectEntry,
-    TensorEntry,
     box_tensors,
     describe_state,
     encode_table,
@@ -45,7 +43,6 @@ class Endpoint:
         state: The nested state dict; tensors are filled in place, other values are put there.
         table: Keys, kinds and boxes, as the coordinator gets them.
         values: The flat state dict.
-        entries: What each of its keys is.
         tied: Keys of a target that are left out of all others, because an earlier key, which is told, has their memory.
         tensors: The rank's memory: one tensor per key, or per box where a tensor states its boxes.
         owners: Of each tensor what the caller holds, whose memory may be replaced; the tensor itself where it is a box.
@@ -61,7 +58,6 @@ class Endpoint:
     state: Mapping[str, Any]
     table: EncodedTable
     values: Mapping[str, Any]
-    entries: Mapping[str, KeyEntry]
     tied: Mapping[str, str]
     tensors: list[Tensor]
     owners: list[Tensor]
@@ -117,13 +113,6 @@ class Endpoint:
         what = "its tensors have other memory, dtypes, shapes or strides than when the transfer was planned"
         return f"{what}: {named(list(changed.values()))}; plan it again"
 
-    def kinds(self) -> dict[str, KeyEntry]:
-        """What each key is: dtype, shape and layout. A state dict and its module have equal ones."""
-        return {
-            fqn: replace(entry, requires_grad=False) if isinstance(entry, TensorEntry | BoxesEntry) else entry
-            for fqn, entry in self.entries.items()
-        }
-
     def memory_to_read(self) -> list[Tensor]:
         """Plain tensors with the values, by position, on ``device``; wrappers and lazy views are copies."""
         values = self._with_computed(self.tensors, _values_of)
@@ -137,11 +126,13 @@ class Endpoint:
         filled = self._with_computed(self.tensors, _new_like)
         for at, stand_in in self._stand_ins.items():
             filled[at] = stand_in
-        return self._put_back_later(filled)
 
-    def memory_to_change(self) -> tuple[list[Tensor], Callable[[], None]]:
-        """Plain tensors with the values, of which parts are to be filled, and what is to be called when they are."""
-        return self._put_back_later(self.memory_to_read())
+        def finish() -> None:
+            with torch.no_grad():
+                for at in {*self._computed, *self._stand_ins}:
+                    self.tensors[at].copy_(filled[at])
+
+        return filled, finish
 
     def _with_computed(self, tensors: Sequence[Tensor], make: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """The tensors, and what is made of those that have no memory of their own."""
@@ -158,15 +149,6 @@ class Endpoint:
             for at, tensor in enumerate(self.tensors)
             if tensor.device != self.device
         }
-
-    def _put_back_later(self, filled: list[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-
-        def finish() -> None:
-            with torch.no_grad():
-                for at in {*self._computed, *self._stand_ins}:
-                    self.tensors[at].copy_(filled[at])
-
-        return filled, finish
 
     def objects_now(self, fqns: Collection[str]) -> dict[str, Any]:
         """The values of keys that are no tensors, as they are now: others may stand there than when it was planned.
@@ -276,7 +258,6 @@ def describe_endpoint(
         state=state or {},
         table=encoded,
         values=values,
-        entries=described_values.entries,
         tied=tied,
         tensors=tensors,
         owners=owners,

@@ -6,7 +6,6 @@ import logging
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import NoneType
 from typing import Any
 
 import torch
@@ -14,25 +13,15 @@ import torch.distributed as dist
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.operation.phases import Phases, checking_arguments
-from torchtitan_ext.errors import Problem, TransferFailedError, check_argument, check_counts, differing, named, refusal
-from torchtitan_ext.fingerprints import Fingerprint, fingerprint_of_sums, fingerprint_over
+from torchtitan_ext.errors import Problem, TransferFailedError, check_counts, differing, named, refusal
+from torchtitan_ext.fingerprints import Fingerprint, fingerprint_over
 from torchtitan_ext.layout.dtensor import view_of
 from torchtitan_ext.ranks.groups import position_in
-from torchtitan_ext.transfer.changed.changed_boxes import (
-    ChangesExchange,
-    OfferedChanges,
-    changes_problems,
-    packed_changes,
-    whole_sources,
-    why_not_sent,
-)
-from torchtitan_ext.transfer.changed.changes import Changes
-from torchtitan_ext.transfer.changed.sent_boxes import SentBoxes
-from torchtitan_ext.transfer.changed.sent_sums import different_boxes
 from torchtitan_ext.transfer.copies import Replicas
 from torchtitan_ext.transfer.endpoint import Endpoint
 from torchtitan_ext.transfer.phases import transfer_phases
 from torchtitan_ext.transfer.planning import RankPart
+from torchtitan_ext.transfer.sent_sums import different_boxes
 from torchtitan_ext.transfer.side import Side
 from torchtitan_ext.transfer.transport import GroupTransport
 
@@ -79,11 +68,8 @@ class TransferPlan:
         timeout_seconds: float,
         operation: str = "reshard",
         replicas: Replicas = "equal",
-        keep_sent: bool = False,
     ) -> None:
         self.version: int | None = None
-        self._keep_sent = keep_sent
-        self._sent: SentBoxes | None = None
         self._source = source
         self._target = target
         self._part = part
@@ -98,14 +84,7 @@ class TransferPlan:
         self._receives = Side(target, part.receives, is_filled=True)
         self._fills = _core.expand_fills(part.fills, target.first_tensor)
 
-    def run(
-        self,
-        *,
-        version: int | None = None,
-        verify: bool = False,
-        changes: Changes | None = None,
-        changed_only: bool = False,
-    ) -> TransferResult:
+    def run(self, *, version: int | None = None, verify: bool = False) -> TransferResult:
         """Fills the targets, in place, with what the sources hold now. Collective over the group; plans nothing.
 
         Args:
@@ -114,45 +93,28 @@ class TransferPlan:
             verify: Whether replicas of the source are compared before anything moves, and the target's fingerprints
                 with the source's afterwards, without gathering tensors. Of keys that are cast or made by a transform
                 the sums of what was sent are compared with those of what lies there.
-            changes: Of the source, from ``delta.Snapshot.changes``: only these are sent. Given by each rank that has a
-                part of the source. The target must hold their base version, which the run before brought there; where
-                changed elements have other bits, nothing is written. ``version`` is theirs. A plan that casts or
-                transforms takes none: see ``changed_only``.
-            changed_only: Sends the elements that differ from what the last run sent, by bits after casts and through
-                transforms: an fp32 source that moved by less than a step of a bf16 target sends nothing. What takes
-                fewer bytes whole goes whole. Asked for by each rank that has a part of the source, with ``version``,
-                of a plan made with ``keep_sent=True``; the target must hold the last run's version, as for ``changes``.
 
         Raises:
-            StateRefusedError: A tensor has other memory than when this was planned, ranks give several versions,
-                replicas differ, or the target is not the base of the changes. The same on every rank; nothing was
-                changed.
+            StateRefusedError: A tensor has other memory than when this was planned, ranks give several versions, or
+                replicas differ. The same on every rank; nothing was changed.
             TransferFailedError: The transfer failed on some rank, or ``verify`` found another target than source; names
                 the part-written keys. The same on every rank.
             LostRankError: A rank is gone or does not take part.
         """
         with checking_arguments("TransferPlan.run", self._group):
             check_counts("TransferPlan.run", version=version)
-            check_argument("TransferPlan.run", "changes", changes, (Changes, NoneType), "what Snapshot.changes() gives")
-            if changes is not None and version is not None:
-                raise ValueError("TransferPlan.run: got version= beside changes=, which have one")
-            if changed_only and (version is None or changes is not None or not self._keep_sent):
-                needs = "version=, no changes=, and a plan that was made with keep_sent=True"
-                raise ValueError(f"TransferPlan.run: changed_only=True needs {needs}")
-        run = _Run(version, verify, changes, changed_only)
+        run = _Run(version, verify)
         with transfer_phases(self._group, self._timeout_seconds, self._operation) as phases:
             found = phases.on_all("agree", lambda: self._offer(run), doing="ranks agreed on a transfer")
-            with_changes = any(offer.versions is not None for offer in found)
-            of_snapshot = with_changes and not any(offer.changed_only for offer in found)
             problems = [problem for offer in found for problem in offer.problems]
-            problems += _differing(found) or changes_problems(found)
+            problems += _differing(found)
             given = {rank: offer.version for rank, offer in enumerate(found) if offer.version is not None}
             problems = problems or differing(
                 "version", list(given.values()), ranks=list(given), advice="give one number, or none on some ranks"
             )
             if problems:
                 raise refusal(self._operation, problems)
-            held = self._fingerprint_of_source(phases, run, of_snapshot=of_snapshot) if verify else None
+            held = self._fingerprint(phases, self._source) if verify else None
             if held is not None and held.differing and self._replicas != "first":
                 what = 'has replicas that differ in the source; plan it with replicas="first" to take the first one'
                 raise refusal(self._operation, [Problem("replicas_differ", fqn, what) for fqn in held.differing])
@@ -160,18 +122,14 @@ class TransferPlan:
                 run.objects.update(offer.objects)
             run.is_memory = all(offer.is_memory for offer in found)
             self._num_runs += 1
-            if with_changes:
-                bytes_to, bytes_from = self._exchange_changes(phases, run)
-            else:
-                bytes_to, bytes_from = self._sends.bytes_of_peer, self._receives.bytes_of_peer
-                self.version = None
-                with phases.changing(self._filled, self._part_written):
-                    phases.on_all("exchange", lambda: self._exchange(run), exchange_name=self._name_of("exchange"))
-                if self._keep_sent:
-                    phases.on_all("keep", lambda: self._keep(run), doing="ranks kept what they sent")
+            self.version = None
+            doing = f"ranks exchanged tensors; the target may be part-written: {named(self._filled)}"
+            with phases.changing(self._filled, doing):
+                phases.on_all("exchange", lambda: self._exchange(run), exchange_name=self._name_of("exchange"))
             unproved = () if held is None else self._prove(phases, held, run)
             phases.log_metrics(logger, self._part.total_bytes)
         self.version = next(iter(given.values()), None)
+        bytes_to, bytes_from = self._sends.bytes_of_peer, self._receives.bytes_of_peer
         return TransferResult(
             version=self.version,
             bytes_sent=sum(bytes_to.values()) - bytes_to.get(phases.rank, 0),
@@ -198,10 +156,6 @@ class TransferPlan:
             lines.append(f"rank {sending} {to} {num_bytes:,} bytes")
         return "\n".join(lines)
 
-    @property
-    def _part_written(self) -> str:
-        return f"ranks exchanged tensors; the target may be part-written: {named(self._filled)}"
-
     def _offer(self, run: _Run) -> _Offer:
         """What the other ranks get to know. What can fail on this rank alone is done here, before anything moves."""
         problems = []
@@ -219,27 +173,12 @@ class TransferPlan:
             except Exception as error:
                 what = f"is no tensor, and cannot be sent: {type(error).__name__}: {error}"
                 problems.append(Problem("unsupported_value", fqn, what))
-        versions: tuple[int, int] | None = None
-        if run.changes is not None:
-            problems += why_not_sent(run.changes, self._source, self._part.changed)
-            versions = run.changes.base_version, run.changes.version
-        elif run.changed_only and self.version is None:
-            what = "has no version to start from: the last run had none, or has failed; run the plan without it first"
-            problems.append(Problem("other_base", "changed_only", what))
-        elif run.changed_only and self._source.tensors:
-            assert self.version is not None and run.version is not None
-            versions = self.version, run.version
         return _Offer(
             plan=self._part.number,
-            version=run.version if run.changes is None else run.changes.version,
-            changed_only=run.changed_only,
+            version=run.version,
             verify=run.verify,
             objects={} if problems else objects,
             problems=tuple(problems),
-            versions=versions,
-            has_source=len(self._source.tensors) > 0,
-            has_target=len(self._target.tensors) > 0,
-            target_version=self.version,
             is_memory=self._source.is_memory and self._target.is_memory,
         )
 
@@ -262,67 +201,9 @@ class TransferPlan:
                 view_of(run.filled[tensor], view).fill_(value)
         self._finish(run)
 
-    def _exchange_changes(self, phases: Phases, run: _Run) -> tuple[Mapping[int, int], Mapping[int, int]]:
-        """Sends what changed. Returns the bytes to and from each rank."""
-        unchanged = "ranks sent changes; nothing was changed"
-        sources = run.sources if run.changes is None else whole_sources(run.sources, run.changes)
-        sent = self._sent if run.changed_only else None
-        exchange = ChangesExchange(
-            sources=sources,
-            targets=run.targets,
-            sends=self._sends.boxes,
-            receives=self._receives.boxes,
-            find=lambda table: packed_changes(table, run.changes) if sent is None else sent.find(table, sources),
-            transport=self._transport,
-            timeout_seconds=self._timeout_seconds,
-        )
-
-        def pack() -> None:
-            run.filled, run.finish = self._target.memory_to_change()
-            run.targets = exchange.targets = self._receives.tensors(run.filled)
-            exchange.pack()
-
-        phases.on_all("pack", pack, doing=unchanged)
-        phases.on_all("headers", exchange.exchange_headers, doing=unchanged, exchange_name=self._name_of("headers"))
-
-        def compare() -> list[str]:
-            exchange.exchange_changes()
-            return [self._receives.name_of(tensor) for tensor in exchange.tensors_of_other_base()]
-
-        found = phases.on_all("compare", compare, doing=unchanged, exchange_name=self._name_of("compare"))
-        wrong = {fqn: rank for rank, of_rank in reversed(list(enumerate(found))) for fqn in of_rank}
-        if wrong:
-            what = "of the target has other bits than the changes replace, on rank {}; run the plan without changes"
-            raise refusal(
-                self._operation, [Problem("other_base", fqn, what.format(rank)) for fqn, rank in wrong.items()]
-            )
-        self.version = None
-
-        def fill() -> None:
-            exchange.exchange_whole()
-            exchange.apply()
-            self._finish(run)
-            if sent is not None:
-                sent.advance()
-
-        with phases.changing(self._filled, self._part_written):
-            phases.on_all("exchange", fill, exchange_name=self._name_of("exchange"))
-        return exchange.bytes_to, exchange.bytes_from
-
-    def _keep(self, run: _Run) -> None:
-        self._sent = None  # its memory is free before the new one is made
-        self._sent = SentBoxes(self._sends.boxes, run.sources)
-
     def _finish(self, run: _Run) -> None:
         run.finish()
         self._target.set_objects({fqn: run.objects[name] for fqn, name in self._part.objects_filled.items()})
-
-    def _fingerprint_of_source(self, phases: Phases, run: _Run, *, of_snapshot: bool) -> Fingerprint:
-        if not of_snapshot:
-            return self._fingerprint(phases, self._source)
-        sums = _core.SumTable() if run.changes is None else run.changes.after
-        gathered = phases.on_all("verify", lambda: sums, doing="ranks exchanged fingerprints of changes")
-        return fingerprint_of_sums(gathered, left_out=self._part.unwanted)
 
     def _fingerprint(self, phases: Phases, endpoint: Endpoint) -> Fingerprint:
         left_out = self._part.partial if endpoint is self._target else self._part.unwanted
@@ -377,8 +258,6 @@ class _Run:
 
     version: int | None
     verify: bool
-    changes: Changes | None
-    changed_only: bool
     sources: list[torch.Tensor] = field(default_factory=list)
     targets: list[torch.Tensor] = field(default_factory=list)
     filled: list[torch.Tensor] = field(default_factory=list)
@@ -388,12 +267,11 @@ class _Run:
 
 
 @dataclass(frozen=True)
-class _Offer(OfferedChanges):
+class _Offer:
     """What a rank tells the others before a run."""
 
     plan: int
     version: int | None
-    changed_only: bool
     verify: bool
     objects: Mapping[str, Any]
     problems: tuple[Problem, ...]
@@ -404,6 +282,4 @@ def _differing(offers: Sequence[_Offer]) -> list[Problem]:
     """The problem that ranks run different plans, or in different ways."""
     plans = differing("plan", [offer.plan for offer in offers], show=None, advice="run plans in one order on all ranks")
     verify = differing("verify", [offer.verify for offer in offers])
-    with_source = [rank for rank, offer in enumerate(offers) if offer.has_source]
-    which = differing("changed_only", [offers[rank].changed_only for rank in with_source], ranks=with_source)
-    return (plans or verify or which)[:1]
+    return (plans or verify)[:1]

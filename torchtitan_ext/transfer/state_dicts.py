@@ -74,7 +74,6 @@ def plan_reshard(
     source_layouts: Mapping[str, ShardOrder] | None = None,
     target_layouts: Mapping[str, ShardOrder] | None = None,
     replicas: Replicas = "equal",
-    keep_sent: bool = False,
     bucket_bytes: int = ops.DEFAULT_BUCKET_BYTES,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> TransferPlan:
@@ -103,8 +102,6 @@ def plan_reshard(
         source_layouts, target_layouts: Sharding orders that placements cannot express, by canonical fqn or glob of each
             side.
         replicas: ``"first"`` takes the first replica of each part, which others of the source need not equal then.
-        keep_sent: Keeps what this rank sends in host memory, in the dtypes of the target, so that ``run`` can send what
-            changed since (``changed_only=True``).
         bucket_bytes: Size of the buffers; a rank holds at most three beside its tensors.
         timeout_seconds: How long a rank waits for the others in each phase.
 
@@ -141,7 +138,6 @@ def plan_reshard(
                 "cast": cast,
                 "bucket_bytes": bucket_bytes,
                 "replicas": replicas,
-                "keep_sent": keep_sent,
                 "rename": Source(rename=dict(rename or {})).rename,
                 "transform": repr(transform),
             },
@@ -159,5 +155,4 @@ def plan_reshard(
         transport=GroupTransport(phases.group, bucket_bytes),
         timeout_seconds=timeout_seconds,
         replicas=replicas,
-        keep_sent=keep_sent,
     )

@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_ext import _core, ops
-from torchtitan_ext.layout.dtensor import local_view
-
-
-def exchange_table(table: Tensor, tensors: Sequence[Tensor]) -> _core.ExchangeTable:
-    """A table of boxes of these tensors."""
-    return _core.ExchangeTable(table.numpy(), [tensor.shape for tensor in tensors])
-
-
-def dtype_of(box: _core.ExchangeBox, tensors: Sequence[Tensor]) -> torch.dtype:
-    """That of the elements of a box on their way."""
-    return tensors[box.tensor].dtype if box.dtype < 0 else ops.numbered_dtype(box.dtype)
-
-
-def part_of(tensor: Tensor, box: _core.ExchangeBox) -> Tensor:
-    """A view of a box of a tensor."""
-    return local_view(tensor, box.offsets, box.sizes)
+from torchtitan_ext import ops
 
 
 @dataclass(frozen=True)

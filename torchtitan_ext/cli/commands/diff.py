@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -27,15 +26,12 @@ from torchtitan_ext.cli.output import (
     print_json,
     print_line,
     print_table,
-    text_of_bytes,
 )
-from torchtitan_ext.errors import named
 from torchtitan_ext.storage.checkpoint_files import thread_count_of
 from torchtitan_ext.storage.location import place_at
 from torchtitan_ext.storage.progress import progress
 
 if TYPE_CHECKING:
-    from torchtitan_ext.offline.compare.delta_file import DeltaReport
     from torchtitan_ext.offline.compare.diff import Difference, DiffReport, ValueDifference
 
 
@@ -49,10 +45,6 @@ def run(
         float, typer.Option(metavar="X", show_default=False, help="Equal is |a - b| <= atol + rtol * |b|.", min=0.0)
     ] = 0.0,
     atol: Annotated[float, typer.Option(metavar="X", show_default=False, help="The same.", min=0.0)] = 0.0,
-    delta: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write what turns A into B; --versions 1:2 numbers them.")
-    ] = None,
-    versions: Annotated[str | None, typer.Option(hidden=True)] = None,  # of --delta, where A and B are no steps
     read: Annotated[bool, typer.Option("--read", help="Read tensors with stored fingerprints too.")] = False,
     transform: TransformFile = None,
     max_memory: Annotated[str, typer.Option(metavar="BYTES", help="The memory, beside Python and torch.")] = "256MB",
@@ -63,15 +55,10 @@ def run(
 
     Example: torchtitan-ext diff run/step-100 model.safetensors --prefix model
     """
-    if versions is not None and delta is None:
-        raise typer.BadParameter("is for --delta", param_hint="--versions")
     with refusing_wrong_usage():
         one, other = (lazy.sources.open_source(path, weights_only=not unsafe_unpickle) for path in (a, b))
         one = transformed(one, transform)
         selection = lazy.selection.Selection(tuple(only or ()), prefix)
-        if delta is not None:
-            numbers = lazy.delta_file.versions_of(one, other, versions)
-            lazy.delta_file.check_carried(one, other, selection)
         total_bytes = partial(lazy.diff.num_bytes_to_read, one, other, selection, read=read)
         with progress("diff", is_coordinator=True, total_bytes=total_bytes) as on_bytes:
             report = lazy.diff.diff(
@@ -85,23 +72,10 @@ def run(
                 read=read,
                 progress=on_bytes,
             )
-        written = None
-        if delta is not None:
-            written = lazy.delta_file.write_delta(
-                one,
-                other,
-                report,
-                delta,
-                versions=numbers,
-                selection=selection,
-                max_bytes=amount_of(max_memory),
-            )
     if json:
-        print_json({**_as_json(report), "delta": None if written is None else dataclasses.asdict(written)})
+        print_json(_as_json(report))
     else:
         _print(report)
-        if written is not None:
-            _print_delta(delta, written)
     if report.differences:
         raise typer.Exit(DIFFERS)
 
@@ -115,14 +89,6 @@ def _print(report: DiffReport) -> None:
     if report.num_unread:
         tensors = count_of(report.num_unread, "tensor")
         print_line(f"{tensors} compared by the fingerprints of the saves, unread; --read reads them")
-
-
-def _print_delta(path: Path | None, written: DeltaReport) -> None:
-    elements, size = count_of(written.num_changed, "changed element"), text_of_bytes(written.num_bytes)
-    print_line(f"{path}: version {written.base_version} to {written.version}, {elements}, {size}")
-    if written.not_carried:
-        names = named(written.not_carried)
-        print_line(f"not carried, since changes have tensors only: {names}")
 
 
 def _row(found: Difference) -> tuple[str, str, str, str, str]:

@@ -23,12 +23,6 @@ def run(
     only: options.Only = None,
     prefix: options.Prefix = "",
     transform: options.TransformFile = None,
-    changes: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="Apply a file of changes (diff --delta); repeatable.")
-    ] = None,
-    base_version: Annotated[
-        int | None, typer.Option(metavar="N", help="For --changes: that of SRC; by default its step.", min=0)
-    ] = None,
     max_memory: options.MaxMemory = "1GB",
     processes: options.Processes = None,
     overwrite: options.Overwrite = False,
@@ -51,8 +45,6 @@ def run(
                 mesh=sizes,
                 rules=rules,
                 selection=selection,
-                changes=changes or (),
-                base_version=base_version,
                 overwrite=overwrite,
                 max_bytes=options.amount_of(max_memory),
                 num_processes=processes,
@@ -64,8 +56,6 @@ def run(
         return
     keys, ranks = count_of(report.num_keys, "key"), count_of(report.num_ranks, "rank")
     print_line(f"{target}: {keys}, {text_of_bytes(report.num_bytes)} for {ranks}")
-    if report.version is not None:
-        print_line(f"version {report.version}, by {count_of(report.num_changed, 'changed element')}")
     if report.assumed:
         print_line(
             f"nothing says which dim tp cuts of {count_of(len(report.assumed), 'tensor')}, for example "

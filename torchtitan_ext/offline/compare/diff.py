@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -69,13 +68,11 @@ class DiffReport:
     Attributes:
         num_equal: The number of keys that both have with equal contents.
         num_unread: The number of tensors that were compared by the fingerprints of both saves alone.
-        totals: The sums of all elements of each pair of tensors that were compared, in A and in B, modulo 2^64.
     """
 
     differences: tuple[Difference, ...]
     num_equal: int
     num_unread: int = 0
-    totals: Mapping[str, tuple[int, int]] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -135,9 +132,8 @@ def diff(
     )
     num_unread = sum(a in stored[0] and b in stored[1] for a, b in zip(*fqns, strict=True))
     limit = tolerance or Tolerance()
-    totals = {key: (sums_a[one.fqns[key]], sums_b[other.fqns[key]]) for key in tensors}
-    for key, (total_a, total_b) in totals.items():
-        if total_a == total_b:
+    for key in tensors:
+        if sums_a[one.fqns[key]] == sums_b[other.fqns[key]]:
             continue
         found = Difference(key, "values", *_texts(key, one, other))
         if values or not limit.is_exact:
@@ -150,7 +146,7 @@ def diff(
         differences.append(found)
     ordered = tuple(sorted(differences, key=lambda difference: difference.key))
     num_equal = len(both) - sum(found.kind not in ("only_in_a", "only_in_b") for found in ordered)
-    return DiffReport(ordered, num_equal, num_unread, totals)
+    return DiffReport(ordered, num_equal, num_unread)
 
 
 def num_bytes_to_read(a: FileSource, b: FileSource, selection: Selection | None = None, *, read: bool = False) -> int:

@@ -31,7 +31,7 @@ def measure(key: str, one: Side, other: Side, tolerance: Tolerance, max_bytes: i
     first: tuple[tuple[int, ...], Any, Any] | None = None
     max_abs: list[float] = []
     max_rel: list[float] = []
-    for piece, *pair in pieces_of(key, one, other, max_bytes):
+    for piece, *pair in _pieces_of(key, one, other, max_bytes):
         flat_a, flat_b = (tensor.view(-1) for tensor in pair)
         positions = _positions_apart(flat_a, flat_b, tolerance)
         if positions.numel() == 0:
@@ -54,18 +54,12 @@ def measure(key: str, one: Side, other: Side, tolerance: Tolerance, max_bytes: i
     return ValueDifference(num_different, math.prod(one.tensor(key).shape), *first, max(max_abs), max(max_rel))
 
 
-def pieces_of(
-    key: str, one: Side, other: Side, max_bytes: int, bytes_per_element: int = _BYTES_PER_DIFFERENT
-) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor]]:
-    """The pieces of two tensors, in row-major order; the tensors are valid until the next ones are asked for.
-
-    Args:
-        bytes_per_element: What the caller needs for an element of a piece, beside the elements and a mask of them.
-    """
+def _pieces_of(key: str, one: Side, other: Side, max_bytes: int) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor]]:
+    """The pieces of two tensors, in row-major order; the tensors are valid until the next ones are asked for."""
     item_bytes = item_bytes_of(one.tensor(key).dtype)
     # Both pieces, copies of what differs, and the bits of a comparison of all bytes.
     # Allocators keep as much again: half of the memory is left to them.
-    num_elements = max(max_bytes // 2 // (5 * item_bytes + bytes_per_element), 1)
+    num_elements = max(max_bytes // 2 // (5 * item_bytes + _BYTES_PER_DIFFERENT), 1)
     batches = [
         side.reader.read_batches([whole(side.fqns[key], one.tensor(key))], num_elements * item_bytes)
         for side in (one, other)

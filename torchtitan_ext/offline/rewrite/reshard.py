@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torchtitan_ext import _core
 from torchtitan_ext.layout.layout import Box, local_shards
@@ -26,12 +25,6 @@ from torchtitan_ext.storage.element_types import ELEMENT_TYPES
 from torchtitan_ext.storage.metadata.saved_metadata import DCP_VERSION, WORLD_KEY
 from torchtitan_ext.storage.progress import OnBytes
 
-if TYPE_CHECKING:
-    from torchtitan_ext.offline.rewrite.changes import ChangeChain, ChangeSums
-
-# A piece and its changes take at most this many times the memory of the piece.
-_ROOM_FOR_CHANGES = 5
-
 
 @dataclass(frozen=True)
 class ReshardReport:
@@ -40,16 +33,12 @@ class ReshardReport:
     Attributes:
         num_bytes: Size of all tensors in bytes.
         assumed: Tensors for which nothing says how ``tp`` cuts them; dim 0 of these matrices was cut.
-        num_changed: Elements that ``changes`` replaced, those of each file counted.
-        version: What the changes led to; ``None`` without any.
     """
 
     num_ranks: int
     num_keys: int
     num_bytes: int
     assumed: tuple[str, ...]
-    num_changed: int = 0
-    version: int | None = None
 
 
 def reshard(
@@ -60,8 +49,6 @@ def reshard(
     rules: Mapping[str, DimOf] | None = None,
     selection: Selection | None = None,
     dtype: str | None = None,
-    changes: Sequence[str | os.PathLike[str]] = (),
-    base_version: int | None = None,
     overwrite: bool = False,
     sync: bool = True,
     max_bytes: int = 1 << 30,
@@ -74,10 +61,6 @@ def reshard(
         mesh: Size of each axis by name, for example ``{"dp_shard": 4, "tp": 2}``; without it one rank writes all.
         rules: The dims that axes cut where the checkpoint does not say it; see ``PlacementRules``.
         dtype: The dtype that floating-point tensors get; by default they keep theirs.
-        changes: Files of ``tte.delta``, in the order of their versions: the new checkpoint has what they lead to. Each
-            tensor that the first file knows is compared whole with its base, and the old bits of each element that a
-            later one replaces, before anything is committed. Values that are no tensors stay what they are.
-        base_version: The version of the source; by default its step, if its name has one.
         max_bytes: The bytes of the checkpoint that all processes together hold at a time.
         num_processes: By default one per core. Must be 1 in a process that uses CUDA or a process group.
         progress: Called with the bytes of tensors that were written.
@@ -87,23 +70,14 @@ def reshard(
         DamagedCheckpointError: Bytes of the source are not those that were saved.
         LayoutError: Tensors are no plain memory, or rules apply to no tensor.
         ValueError: The mesh or the rules do not fit.
-        WrongBaseError: The source is not the base of the changes, or a version between them is missing.
-        StateRefusedError: (a subclass) The changes are of tensors that the source lacks, or of other shapes or dtypes.
         OSError: A file cannot be read or written.
     """
     refuse_existing(Path(target), overwrite)
     placements = None if mesh is None else PlacementRules(mesh, rules, saved=source.state, operation="reshard")
     keys = SelectedKeys(source, selection or Selection(), dtype)
     plan = MeshPlan(keys, placements)
-    report = ReshardReport(plan.num_ranks, len(keys.fqns), keys.num_bytes, tuple(plan.assumed))
-    if not changes:
-        write_checkpoint(plan, target, keys.divide(max_bytes, num_processes), progress, sync=sync)
-        return report
-    of_changes = importlib.import_module("torchtitan_ext.offline.rewrite.changes")
-    chain: ChangeChain = of_changes.ChangeChain(changes, keys, selection or Selection(), base_version)
-    shares = keys.divide(max_bytes // _ROOM_FOR_CHANGES, num_processes)
-    write_checkpoint(plan, target, shares, progress, sync=sync, chain=chain)
-    return replace(report, num_changed=chain.num_changed, version=chain.version)
+    write_checkpoint(plan, target, keys.divide(max_bytes, num_processes), progress, sync=sync)
+    return ReshardReport(plan.num_ranks, len(keys.fqns), keys.num_bytes, tuple(plan.assumed))
 
 
 def write_checkpoint(
@@ -113,18 +87,16 @@ def write_checkpoint(
     progress: OnBytes,
     *,
     sync: bool = True,
-    chain: ChangeChain | None = None,
 ) -> None:
-    """Writes the files of the plan's ranks, with changes, and commits them together if these fit."""
+    """Writes the files of the plan's ranks, and commits them together."""
     save = begin_save(Path(target), uuid.uuid4().hex)
     place = save.place
     try:
 
-        def write(rank: int, on_bytes: OnBytes) -> tuple[_core.RankFile | None, ChangeSums]:
-            sums: ChangeSums = [] if chain is None else chain.no_sums()
+        def write(rank: int, on_bytes: OnBytes) -> _core.RankFile | None:
             chunks, values = list(plan.chunks_of(rank)), plan.values_of(rank)
             if not chunks and not values:
-                return None, sums
+                return None
             name = place.data_name(f"__{rank}_")
             file = _core.RecordWriter(os.fsencode(place.directory / name), BLOCK_BYTES, shares.num_threads, sync)
             for key in values:
@@ -132,16 +104,12 @@ def write_checkpoint(
                 file.add_record((key, None, None), "", (), content.ctypes.data, content.nbytes)
                 file.write_queued()
             for batch in plan.keys.reader.read_batches([chunk.box for chunk in chunks], shares.part_bytes):
-                if chain is not None:
-                    chain.apply(((chunks[part.box].key, piece, memory) for piece, memory, part in batch), sums)
                 _write_parts(file, chunks, batch)
                 on_bytes(sum(part.num_bytes for *_, part in batch))
-            return file.finish(name, bytes.fromhex(place.save_id), rank), sums
+            return file.finish(name, bytes.fromhex(place.save_id), rank)
 
         written = run_tasks(write, plan.num_ranks, shares.num_processes, progress)
-        if chain is not None:
-            chain.check([sums for _, sums in written])
-        files = [file for file, _ in written if file is not None]
+        files = [file for file in written if file is not None]
         save.check_names([file.name for file in files])
         content = plan.metadata(target, place.save_id, files)
         index = encode_index(place.save_id, files, content, notes_of_save(plan.num_ranks), has_sums=False)

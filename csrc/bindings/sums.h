@@ -4,6 +4,6 @@
 
 namespace torchtitan_ext::bindings {
 
-void register_delta_plan(pybind11::module_& module);
+void register_sums(pybind11::module_& module);
 
 }  // namespace torchtitan_ext::bindings

@@ -1,27 +1,22 @@
-// Positions and sums of elements for Python, whose arrays are NumPy's, and whose numbers have any size and sign. Like
-// core.cpp it converts and decides nothing.
-#include "bindings/changes.h"
+// Sums of elements for Python, whose numbers have any size and sign. Like core.cpp it converts and decides nothing.
+#include "bindings/sums.h"
 
 #include <pybind11/stl.h>
 
 #include <cstdint>
 #include <map>
-#include <span>
 #include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
-#include "bindings/arrays.h"
 #include "bindings/convert.h"
-#include "core/position_blocks.h"
 #include "core/sums.h"
 #include "storage/box_sum.h"
 
 namespace torchtitan_ext::bindings {
 
 namespace py = pybind11;
-using core::PositionBlocks;
 using core::Sizes;
 using core::SumTable;
 
@@ -47,6 +42,8 @@ py::dict to_dict(const std::map<SumTable::Box, uint64_t>& sums) {
   }
   return dict;
 }
+
+}  // namespace
 
 void register_sums(py::module_& module) {
   py::class_<SumTable::Part>(module, "HeldSums")
@@ -84,7 +81,6 @@ void register_sums(py::module_& module) {
              for (const auto& [key, sum] : expected) sums.emplace(to_utf8(key), to_sum(sum));
              return to_keys(self.differing(sums));
            })
-      .def("changed", &SumTable::changed, py::arg("before"), py::arg("after"))
       .def(py::pickle([](const SumTable& self) { return py::bytes(self.encode()); },
                       [](const py::bytes& state) { return SumTable::decode(std::string_view(state)); }));
   module.def("add_sums", [](const py::args& sums) {
@@ -99,38 +95,6 @@ void register_sums(py::module_& module) {
       },
       py::arg("address"), py::arg("item_bytes"), py::arg("offsets"), py::arg("sizes"), py::arg("global_sizes"),
       py::call_guard<py::gil_scoped_release>());
-}
-
-}  // namespace
-
-void register_changes(py::module_& module) {
-  register_sums(module);
-  py::class_<PositionBlocks>(module, "PositionBlocks", "Positions of elements; see csrc/core/position_blocks.h.")
-      .def(py::init([](const Array<int32_t>& blocks, const Array<uint16_t>& offsets) {
-             return PositionBlocks(vector_of(blocks), vector_of(offsets));
-           }),
-           py::arg("blocks"), py::arg("offsets"))
-      .def_static(
-          "encode", [](const Array<int64_t>& positions) { return PositionBlocks::encode(span_of(positions)); },
-          py::arg("positions"))
-      .def("__len__", &PositionBlocks::size)
-      .def_property_readonly("blocks", [](const PositionBlocks& of) { return array_of(of.blocks()); })
-      .def_property_readonly("offsets", [](const PositionBlocks& of) { return array_of(of.offsets()); })
-      .def("decode", [](const PositionBlocks& of) { return array_of(std::span<const int64_t>(of.decode())); });
-  module.def(
-      "select_positions",
-      [](const Array<int64_t>& positions, const Sizes& tensor_sizes, const Sizes& offsets, const Sizes& sizes) {
-        const core::Selection found = core::select_positions(span_of(positions), tensor_sizes, offsets, sizes);
-        return py::make_tuple(array_of(std::span<const int64_t>(found.in_box)),
-                              array_of(std::span<const int64_t>(found.indices)));
-      },
-      py::arg("positions"), py::arg("tensor_sizes"), py::arg("offsets"), py::arg("sizes"));
-  module.def(
-      "sum_at",
-      [](const Array<uint8_t>& values, int64_t item_bytes, const Array<int64_t>& positions) {
-        return core::sum_at(span_of(values), item_bytes, span_of(positions));
-      },
-      py::arg("values"), py::arg("item_bytes"), py::arg("positions"));
 }
 
 }  // namespace torchtitan_ext::bindings

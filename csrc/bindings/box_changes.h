@@ -1,9 +1,0 @@
-#pragma once
-
-#include <pybind11/pybind11.h>
-
-namespace torchtitan_ext::bindings {
-
-void register_box_changes(pybind11::module_& module);
-
-}  // namespace torchtitan_ext::bindings
