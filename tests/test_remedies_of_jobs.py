@@ -1,4 +1,4 @@
-"""As ``test_remedies.py``: messages about planners, readers, several jobs, recoveries, dry runs and process groups."""
+"""As ``test_remedies.py``: messages about planners, readers, several jobs, dry runs and process groups."""
 
 import contextlib
 import io
@@ -32,7 +32,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from wrapped_tensors import ALLOWED, BlockInt8, CastOnGather, CopiedSlices
 
 import torchtitan_ext as tte
-from torchtitan_ext import ops, transfer, transforms
+from torchtitan_ext import ops, transforms
 from torchtitan_ext.elastic import (
     ElasticDataLoader,
     ElasticLRScheduler,
@@ -433,7 +433,7 @@ def test_states_of_different_moments(tmp_path: Path) -> None:
     assert load("a", train="keep") == (0, 4)
 
 
-# Transfers, recoveries.
+# Transfers.
 
 
 class Numbered(nn.Linear):
@@ -461,52 +461,6 @@ def test_targets_of_a_transfer() -> None:
     tte.reshard(source, own := dict(module.state_dict()))
     assert digest_value(own) == digest_value(dict(source.state_dict()))
     refused("pass what its state_dict() gives", lambda: tte.reshard({"part": Plain({"a": 1})}, {"part": {"a": 0}}))
-
-
-def test_a_recovery_in_one_process(tmp_path: Path) -> None:
-    tte.save(WEIGHTS, tmp_path / "step-5")
-    told = "no rank of the old world is left; load the last checkpoint"
-    refused(told, lambda: transfer.recover(zeros(WEIGHTS), survived=None, alive=[None], step=None))
-    assert is_saved(tmp_path, WEIGHTS, step="latest")
-    lost = {"w": WEIGHTS["w"]}
-    told = refused(
-        "or load the last checkpoint as a whole",
-        lambda: transfer.recover(zeros(WEIGHTS), survived=lost, alive=[0], step=5),
-    )
-    assert "pass path= of a run" in told
-    transfer.recover(target := zeros(WEIGHTS), survived=lost, alive=[0], step=5, path=tmp_path)
-    assert digest_value(target) == digest_value(WEIGHTS)
-    memory = torch.zeros(3)
-    survived = {"a": torch.ones(3), "b": torch.arange(3.0)}
-    told = "give them memory of their own in the state, or leave one of them out of what survived"
-    tied = {"a": memory, "b": memory}
-    refused(told, lambda: transfer.recover(tied, survived=survived, alive=[0], step=5))
-    transfer.recover(apart := zeros(survived), survived=survived, alive=[0], step=5)
-    assert digest_value(apart) == digest_value(survived)
-    transfer.recover(tied, survived={"a": survived["a"]}, alive=[0], step=5)
-    assert torch.equal(tied["b"], survived["a"])
-
-
-class Counted(Plain):
-    def reshard(self, saved: Any, old: object, new: object) -> Resharded:
-        return Resharded(dict(saved), "", samples_counted=saved["samples"])
-
-
-class Served(Plain):
-    def reshard(self, saved: Any, old: object, new: object) -> Resharded:
-        return Resharded(dict(saved), "", samples_seen=saved["samples"])
-
-
-def test_components_of_a_recovery() -> None:
-    survived = {"one": {"samples": 4}, "two": {"samples": 8}}
-    state = {"one": Counted({"samples": 0}), "two": Served({"samples": 0})}
-    told = "survivors pass the states of one step, or reset one of them"
-    refused(told, lambda: transfer.recover(state, survived=survived, alive=[0], step=5))
-    transfer.recover(state, survived=survived, alive=[0], step=5, policy=ElasticPolicy({"two": "omit"}))
-    assert (state["one"].counts, state["two"].counts) == ({"samples": 4}, {"samples": 0})
-    survived["two"] = {"samples": 4}
-    transfer.recover(state, survived=survived, alive=[0], step=5)
-    assert state["two"].counts == {"samples": 4}
 
 
 # Layouts, dry runs, installations.
@@ -707,26 +661,7 @@ def in_a_world(rank: int, world_size: int, path: Path) -> list[str]:
         plan.run()
         check("one order", torch.equal(tte.full_tensor(target["w"]), truth + number))
 
-    # Recoveries.
-    survived = {"part": {"samples": rank}, "w": truth}
-    state = {"part": Counted({"samples": 9}), "w": torch.zeros(8, 3)}
-    alive = {"alive": [0, 1], "timeout_seconds": 30}
-    told = 'pass replicas="first", or reset the component'
-    refused(told, lambda: transfer.recover(state, survived=survived, step=5, **alive))
-    transfer.recover(state, survived=survived, step=5, replicas="first", **alive)
-    check("replicas='first'", state["part"].counts == {"samples": 0} and torch.equal(state["w"], truth))
-    policy = ElasticPolicy({"part": "reset"})
-    state = {"part": Resetting({"samples": 9}), "w": torch.zeros(8, 3)}
-    transfer.recover(state, survived=survived, step=5, policy=policy, **alive)
-    check("reset", state["part"].counts == {} and torch.equal(state["w"], truth))
-    told = "and no more than half at one; load the last checkpoint"
-    refused(told, lambda: transfer.recover(state, survived=survived, step=5 + rank, **alive))
     return lost
-
-
-class Resetting(Counted):
-    def reset(self) -> None:
-        self.counts = {}
 
 
 def on_meshes_of_their_own(rank: int, world_size: int, path: Path) -> list[Any]:

@@ -841,8 +841,6 @@ class ChunkIndex:
     def covers(self, shape: Sequence[int]) -> bool:
         """Whether the chunks hold every element of a tensor of this shape exactly once."""
     def find_overlaps(self, wanted: Sequence[_AnyChunk]) -> list[Overlap]: ...
-    def find_whole(self, boxes: Sequence[_Box]) -> list[int] | None:
-        """The chunks that make up boxes; ``None`` where these have more elements, or less than all of a chunk."""
 
 def find_overlaps(wanted: Sequence[_AnyChunk], saved: Sequence[_Box]) -> list[Overlap]: ...
 
@@ -1183,8 +1181,6 @@ class TransferPair:
     def target_class(self) -> int: ...
     cast_to: int
     @property
-    def distrusted(self) -> list[int]: ...
-    @property
     def source_keys(self) -> list[int]: ...
     @property
     def target_keys(self) -> list[int]: ...
@@ -1200,16 +1196,12 @@ def pair_keys(
 class TransferPlan:
     @property
     def bytes_between(self) -> dict[tuple[int, int], int]: ...
-    @property
-    def first_absent(self) -> dict[int, _HeldBox]:
-        """By the position of a pair a box of its keys that some rank wants and none holds."""
     def __init__(
         self,
         source: JointTable,
         target: JointTable,
         pairs: Sequence[TransferPair],
         hosts: Sequence[int],
-        has_lost_ranks: bool = False,
     ) -> None: ...
     def sends(self, rank: int) -> bytes: ...
     def receives(self, rank: int) -> bytes: ...
@@ -1247,8 +1239,6 @@ class AbsentKey:
 
     @property
     def position(self) -> int: ...
-    @property
-    def num_bytes(self) -> int: ...
     @property
     def boxes(self) -> list[AbsentBox]: ...
 

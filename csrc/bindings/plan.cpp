@@ -383,13 +383,7 @@ void define_boxes(py::module_& module) {
       .def(
           "covers", [](const ChunkIndex& index, const Sizes& shape) { return index.covers(shape); },
           py::call_guard<py::gil_scoped_release>())
-      .def("find_overlaps", &overlaps_py, py::arg("wanted"))
-      .def(
-          "find_whole",
-          [](const ChunkIndex& index, const std::vector<BoxTuple>& boxes) {
-            return index.find_whole(to_chunks(boxes));
-          },
-          py::arg("boxes"));
+      .def("find_overlaps", &overlaps_py, py::arg("wanted"));
   module.def(
       "find_overlaps",
       [](const std::vector<ChunkTuple>& wanted, const std::vector<BoxTuple>& saved) {

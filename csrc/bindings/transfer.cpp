@@ -42,7 +42,6 @@ void register_transfer(py::module_& module) {
                                for (const core::PairSource& one : pair.sources) classes.push_back(one.key_class);
                                return classes;
                              })
-      .def_property_readonly("distrusted", [](const TransferPair& pair) { return pair.sources.at(0).distrusted; })
       .def_property_readonly("is_mapped", [](const TransferPair& pair) { return pair.map != nullptr; })
       .def_readonly("target_class", &TransferPair::target_class)
       .def_readwrite("cast_to", &TransferPair::cast_to)
@@ -61,19 +60,13 @@ void register_transfer(py::module_& module) {
       py::arg("mapped") = std::vector<std::tuple<uint32_t, const core::TensorMap*, int64_t>>(),
       py::arg("distrusted") = std::map<uint32_t, std::vector<int64_t>>());
   py::class_<TransferPlan>(module, "TransferPlan", "Who sends what to whom; see csrc/core/transfer_plan.h.")
-      .def(py::init<const JointTable&, const JointTable&, std::vector<TransferPair>, std::vector<uint32_t>, bool>(),
+      .def(py::init<const JointTable&, const JointTable&, std::vector<TransferPair>, std::vector<uint32_t>>(),
            py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::call_guard<py::gil_scoped_release>(), py::arg("source"),
-           py::arg("target"), py::arg("pairs"), py::arg("hosts"), py::arg("has_lost_ranks") = false)
+           py::arg("target"), py::arg("pairs"), py::arg("hosts"))
       .def("sends", [](const TransferPlan& plan, int64_t rank) { return py::bytes(plan.sends(rank)); })
       .def("receives", [](const TransferPlan& plan, int64_t rank) { return py::bytes(plan.receives(rank)); })
       .def("fills", [](const TransferPlan& plan, int64_t rank) { return py::bytes(plan.fills(rank)); })
       .def("absent", [](const TransferPlan& plan, int64_t rank) { return py::bytes(plan.absent(rank)); })
-      .def_property_readonly("first_absent",
-                             [](const TransferPlan& plan) {
-                               py::dict first;
-                               for (const auto& [pair, box] : plan.first_absent()) first[py::int_(pair)] = to_box(box);
-                               return first;
-                             })
       .def_property_readonly("bytes_between", &TransferPlan::bytes_between);
   py::class_<BoxTable>(module, "BoxTable", "One side of an exchange; see torchtitan_ext.ops.exchange_runs_.")
       .def_property_readonly("entries", [](const BoxTable& table) { return py::bytes(bytes_of(table)); })
@@ -95,7 +88,6 @@ void register_transfer(py::module_& module) {
                              [](const AbsentKey::Box& one) { return to_tuple(one.box.local_offsets); });
   py::class_<AbsentKey>(module, "AbsentKey", "What no rank holds of a key; see csrc/core/transfer_plan.h.")
       .def_readonly("position", &AbsentKey::position)
-      .def_readonly("num_bytes", &AbsentKey::num_bytes)
       .def_readonly("boxes", &AbsentKey::boxes);
   module.def("expand_absent", [](const py::bytes& bytes) { return core::expand_absent(to_text(bytes)); });
   module.def(

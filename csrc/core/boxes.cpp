@@ -243,18 +243,6 @@ bool ChunkIndex::fills(std::span<const Chunk> wanted) const {
   return true;
 }
 
-std::optional<std::vector<size_t>> ChunkIndex::find_whole(std::span<const Chunk> wanted) const {
-  int64_t num_missing = 0;
-  for (const Chunk& box : wanted) num_missing += num_elements(box.sizes);
-  std::vector<size_t> found;
-  for (const Overlap& part : find_overlaps(wanted)) {
-    if (part.sizes != saved_[part.saved].sizes) return std::nullopt;
-    num_missing -= num_elements(part.sizes);
-    found.push_back(part.saved);
-  }
-  return num_missing == 0 ? std::optional(std::move(found)) : std::nullopt;
-}
-
 std::vector<Overlap> ChunkIndex::find_overlaps(std::span<const Chunk> wanted) const {
   std::vector<Overlap> overlaps;
   if (saved_.empty()) return overlaps;
@@ -281,16 +269,6 @@ std::optional<Chunk> intersect(const Chunk& chunk, const Box& box) {
     narrow(both, dim, inside.begin - chunk.offsets[dim], inside.length());
   }
   return both;
-}
-
-std::vector<Chunk> subtract(const Chunk& chunk, std::span<const Chunk> others) {
-  std::vector<Chunk> left;
-  if (!is_empty(chunk.sizes)) left.push_back(chunk);
-  for (const Chunk& other : others) {
-    check_dims(other, chunk.offsets.size());
-    left = subtract(std::move(left), box_of(other));
-  }
-  return left;
 }
 
 std::optional<std::pair<size_t, size_t>> find_colliding_pair(std::span<const Box> boxes) {

@@ -1,5 +1,5 @@
 // Boxes of one tensor that share elements: chunks of a shard that must not overlap, wanted and saved chunks that must.
-// All that finds, cuts, intersects and subtracts boxes is here.
+// All that finds, cuts and intersects boxes is here.
 #pragma once
 
 #include <algorithm>
@@ -103,8 +103,6 @@ class ChunkIndex {
   bool covers(std::span<const int64_t> shape) const;
   // Whether the chunks hold every element of each wanted one exactly once.
   bool fills(std::span<const Chunk> wanted) const;
-  // The chunks that make up the wanted boxes; nothing where these have more elements, or less than all of a chunk.
-  std::optional<std::vector<size_t>> find_whole(std::span<const Chunk> wanted) const;
   // Where the chunks end, in each dim.
   const Sizes& end() const { return end_; }
   const std::vector<Chunk>& chunks() const { return saved_; }
@@ -125,12 +123,6 @@ class ChunkIndex {
 // What of a chunk lies in a box, if anything does. Chunks need no local offsets, here and below; where they have some,
 // these are moved along.
 std::optional<Chunk> intersect(const Chunk& chunk, const Box& box);
-
-// What is left of a chunk without the elements of others: chunks that share none. At most two per dim for each of the
-// others that it meets.
-//
-//   4 x 4 at [0, 0] without 2 x 2 at [0, 0]:  rows 2-3, and columns 2-3 of rows 0-1
-std::vector<Chunk> subtract(const Chunk& chunk, std::span<const Chunk> others);
 
 // The positions of two boxes that share an element, the lower one first.
 std::optional<std::pair<size_t, size_t>> find_colliding_pair(std::span<const Box> boxes);

@@ -8,38 +8,6 @@
 namespace torchtitan_ext::core {
 namespace {
 
-// Of boxes that may share elements each keeps what none before it holds.
-std::vector<Supply> without_repeats(std::vector<Supply> supplies) {
-  std::vector<Chunk> boxes;
-  for (const Supply& supply : supplies) boxes.push_back(supply.box);
-  const ChunkIndex index(boxes);
-  std::vector<Supply> result;
-  for (size_t position = 0; position < supplies.size(); ++position) {
-    std::vector<Chunk> before;
-    for (const Overlap& overlap : index.find_overlaps(std::span(&boxes[position], 1))) {
-      if (overlap.saved < position) before.push_back(boxes[overlap.saved]);
-    }
-    for (Chunk& part : subtract(boxes[position], before)) {
-      result.push_back({std::move(part), supplies[position].ranks, supplies[position].chunks});
-    }
-  }
-  return result;
-}
-
-void add_absent(size_t position, const Demand& demand, const ChunkIndex& held, std::span<const Overlap> overlaps,
-                std::vector<Absent>& absent) {
-  auto overlap = overlaps.begin();  // in the order of the wanted boxes
-  for (size_t box = 0; box < demand.boxes.size(); ++box) {
-    std::vector<Chunk> held_of_it;
-    for (; overlap != overlaps.end() && overlap->wanted == box; ++overlap) {
-      held_of_it.push_back(held.chunks()[overlap->saved]);
-    }
-    for (Chunk& part : subtract(demand.boxes[box], held_of_it)) {
-      absent.push_back({position, demand.chunks[box], std::move(part)});
-    }
-  }
-}
-
 Sizes sum_of(const Sizes& left, const Sizes& right) {
   Sizes sum(left.size());
   std::ranges::transform(left, right, sum.begin(), std::plus());
@@ -62,15 +30,11 @@ size_t holder_for(int64_t wanting, const Supply& supply, const Sizes& sizes, int
 
 }  // namespace
 
-Flow plan_flow(std::vector<Supply> supplies, std::span<const Demand> demands, Holdings holdings, int64_t num_bytes,
-               Loads& loads) {
-  if (holdings == Holdings::kAny) supplies = without_repeats(std::move(supplies));
+Flow plan_flow(std::span<const Supply> supplies, std::span<const Demand> demands, int64_t num_bytes, Loads& loads) {
   const ChunkIndex held = index_of(supplies);
   Flow flow;
-  for (size_t position = 0; position < demands.size(); ++position) {
-    const Demand& demand = demands[position];
+  for (const Demand& demand : demands) {
     const std::vector<Overlap> overlaps = held.find_overlaps(demand.boxes);
-    if (holdings == Holdings::kAny) add_absent(position, demand, held, overlaps, flow.absent);
     for (const int64_t wanting : demand.ranks) {
       for (const Overlap& overlap : overlaps) {
         const Supply& supply = supplies[overlap.saved];

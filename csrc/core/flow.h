@@ -1,8 +1,7 @@
 // The model of moves: which boxes of a tensor go from where to where.
 //
 // A *supply* is a box and the ranks that hold it, any of which can give it. A *demand* is a list of boxes that some ranks
-// want, each of them all of these. The *flow* between them has a move for each part that a rank gets, and says what nobody
-// holds. Each rank gets each element that it wants once, from the best holder by `Loads`.
+// want, each of them all of these. The *flow* between them has a move for each part that a rank gets. Each rank gets each element that it wants once, from the best holder by `Loads`.
 //
 //   supplies  rows 0-3: ranks 0, 1    rows 4-7: rank 2      demand  rows 2-5: ranks 1, 3
 //   moves     rows 2-3: 1 -> 1, 0 -> 3                      rows 4-5: 2 -> 1, 2 -> 3
@@ -50,7 +49,7 @@ struct Move {
   BoxView dst;
 };
 
-// A part of a wanted box that nobody holds, wanted by all ranks of a demand.
+// A wanted box that nobody holds, wanted by all ranks of a demand.
 struct Absent {
   size_t demand = 0;
   uint32_t chunk = 0;
@@ -70,16 +69,10 @@ struct Flow {
   std::vector<Filled> filled;
 };
 
-enum class Holdings : uint8_t {
-  kExact,  // the supplies hold each wanted element once
-  kAny,    // they may share elements, of which the first one gives each, and lack some
-};
-
-// What a rank gets from another one counts for the load of the latter.
+// The supplies hold each wanted element once. What a rank gets from another one counts for the load of the latter.
 // Args:
 //   num_bytes: of an element, in all tensors that move alike.
-Flow plan_flow(std::vector<Supply> supplies, std::span<const Demand> demands, Holdings holdings, int64_t num_bytes,
-               Loads& loads);
+Flow plan_flow(std::span<const Supply> supplies, std::span<const Demand> demands, int64_t num_bytes, Loads& loads);
 
 // A source of a map.
 struct MappedSupplies {
@@ -87,8 +80,7 @@ struct MappedSupplies {
   std::vector<Supply> supplies;
 };
 
-// The same for a tensor that a map makes of others, of which the supplies hold each wanted element once. What a map
-// without pieces makes is absent.
+// The same for a tensor that a map makes of others. What a map without pieces makes is absent.
 Flow plan_mapped_flow(const TensorMap& map, std::span<const MappedSupplies> sources, std::span<const Demand> demands,
                       int64_t num_bytes, Loads& loads);
 

@@ -31,28 +31,6 @@ std::vector<PlacedBox> stated_boxes(const KeyClass& of_keys, size_t member) {
   return placed;
 }
 
-// Whoever holds equal boxes in equal places, of any replica: a world that has lost ranks may have no whole one.
-std::vector<Supply> supplies_of_any(const KeyClass& of_keys) {
-  std::vector<Supply> supplies;
-  for (const std::vector<const HeldShard*>& equal : equal_shards(of_keys)) {
-    std::vector<std::pair<const HeldShard*, std::vector<int64_t>>> alike;
-    for (const HeldShard* held : equal) {
-      const auto same = std::ranges::find_if(alike, [&](const auto& one) { return one.first->boxes == held->boxes; });
-      std::vector<int64_t>& ranks =
-          same != alike.end() ? same->second : alike.emplace_back(held, std::vector<int64_t>()).second;
-      ranks.insert(ranks.end(), held->ranks.begin(), held->ranks.end());
-    }
-    for (auto& [held, ranks] : alike) {
-      std::ranges::sort(ranks);
-      ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
-      for (const Chunk& box : held->boxes) {
-        if (!is_empty(box.sizes)) supplies.push_back({box, ranks, std::vector<uint32_t>(ranks.size(), 0)});
-      }
-    }
-  }
-  return supplies;
-}
-
 std::vector<Supply> supplies_of(const JointTable& joint, const KeyClass& of_keys) {
   std::vector<Supply> supplies;
   if (joint.kind_of(of_keys).type == EntryType::kBoxes) {
@@ -291,10 +269,9 @@ struct TransferPlan::Side {
 };
 
 TransferPlan::TransferPlan(const JointTable& source, const JointTable& target, std::vector<TransferPair> pairs,
-                           std::vector<uint32_t> hosts, bool has_lost_ranks)
+                           std::vector<uint32_t> hosts)
     : source_(source),
       target_(target),
-      has_lost_ranks_(has_lost_ranks),
       sent_(std::move(hosts)),
       sends_(source.num_ranks()),
       receives_(source.num_ranks()),
@@ -307,13 +284,11 @@ TransferPlan::TransferPlan(const JointTable& source, const JointTable& target, s
   Side target_side(target_, receives_);
   Side absent_side(target_, absent_);
   Side filled_side(target_, fills_);
-  for (size_t position = 0; position < pairs.size(); ++position) {
-    plan_pair(position, pairs[position], source_side, target_side, absent_side, filled_side);
-  }
+  for (const TransferPair& pair : pairs) plan_pair(pair, source_side, target_side, absent_side, filled_side);
 }
 
-void TransferPlan::plan_pair(size_t position, const TransferPair& pair, Side& source_side, Side& target_side,
-                             Side& absent_side, Side& filled_side) {
+void TransferPlan::plan_pair(const TransferPair& pair, Side& source_side, Side& target_side, Side& absent_side,
+                             Side& filled_side) {
   const KeyClass& to = target_.classes().at(pair.target_class);
   const std::vector<Demand> demands = demands_of(target_, to);
   const int64_t item_bytes = target_.kind_of(to).itemsize;
@@ -321,14 +296,12 @@ void TransferPlan::plan_pair(size_t position, const TransferPair& pair, Side& so
   std::vector<MappedSupplies> sources;
   for (const PairSource& one : pair.sources) {
     const KeyClass& from = source_.classes().at(one.key_class);
-    const bool states_boxes = source_.kind_of(from).type == EntryType::kBoxes;
-    std::vector<Supply> held = has_lost_ranks_ && !states_boxes ? supplies_of_any(from) : supplies_of(source_, from);
+    std::vector<Supply> held = supplies_of(source_, from);
     if (!one.distrusted.empty()) held = without_ranks(std::move(held), one.distrusted);
     sources.push_back({source_.kind_of(from).shape, std::move(held)});
   }
-  const Holdings holdings = has_lost_ranks_ ? Holdings::kAny : Holdings::kExact;
   const Flow flow = pair.map ? plan_mapped_flow(*pair.map, sources, demands, key_bytes, sent_)
-                             : plan_flow(std::move(sources.front().supplies), demands, holdings, key_bytes, sent_);
+                             : plan_flow(sources.front().supplies, demands, key_bytes, sent_);
   for (const Move& move : flow.moves) {
     int64_t& between = bytes_between_[{move.src_rank, move.dst_rank}];
     between = checked_add(between, checked_mul(num_elements(move.sizes), key_bytes));
@@ -336,7 +309,6 @@ void TransferPlan::plan_pair(size_t position, const TransferPair& pair, Side& so
     target_side.add_box(move.dst_rank, move.src_rank, 0, move.dst_chunk, move.dst, move.sizes);
   }
   for (const Absent& absent : flow.absent) {
-    first_absent_.try_emplace(position, absent.part);
     for (const int64_t wanting : demands[absent.demand].ranks) {
       absent_side.add_absent(wanting, absent.chunk, absent.part);
     }
@@ -392,17 +364,15 @@ std::vector<AbsentKey> expand_absent(std::string_view bytes) {
   while (in.num_left() > 0) {
     const PairHead head = get_head(in);
     std::vector<AbsentKey::Box> boxes(in.get_count("boxes", 4));
-    int64_t num_bytes = 0;
     for (auto& [chunk, box] : boxes) {
       chunk = static_cast<int64_t>(in.get("box of a tensor"));
       box.offsets = in.get_sizes("offsets of a box");
       box.sizes = in.get_sizes("sizes of a box");
       box.local_offsets = in.get_sizes("local offsets of a box");
-      num_bytes = checked_add(num_bytes, checked_mul(num_elements(box.sizes), head.item_bytes));
     }
     for (const int64_t position : head.positions) {
       if (position < 0) in.fail("position of a key", "it is negative");
-      keys[position] = {static_cast<size_t>(position), num_bytes, boxes};
+      keys[position] = {static_cast<size_t>(position), boxes};
     }
   }
   std::vector<AbsentKey> result;

@@ -7,9 +7,6 @@
 //   source  w1, w2: rows on ranks 0, 1          target  w1, w2: columns on ranks 2, 3        one pair, 4 boxes:
 //                                                       0 -> 2, 0 -> 3, 1 -> 2, 1 -> 3, each for w1 and for w2
 //
-// Of a world that has lost ranks the others hold what they hold: whatever boxes there are, in whatever replicas, each
-// element taken from the first that has it. What no rank holds is absent, and told to the ranks that want it.
-//
 // A key of the target may be made of several keys of the source by a map (`tensor_map.h`). Such keys are a pair where the
 // maps are equal, and the keys that each takes are of the same classes.
 //
@@ -71,10 +68,9 @@ class TransferPlan {
   // After `agree` of both worlds, which found no trouble; the worlds must outlive this.
   // Args:
   //   pairs: of equal global shapes, but for those with a map;
-  //   hosts: per rank the number of its host;
-  //   has_lost_ranks: whether the source may lack elements.
+  //   hosts: per rank the number of its host.
   TransferPlan(const JointTable& source, const JointTable& target, std::vector<TransferPair> pairs,
-               std::vector<uint32_t> hosts, bool has_lost_ranks = false);
+               std::vector<uint32_t> hosts);
 
   // What a rank sends, and what it receives, for `expand_transfers`.
   const std::string& sends(int64_t rank) const { return sends_.at(static_cast<size_t>(rank)); }
@@ -85,24 +81,19 @@ class TransferPlan {
   const std::string& absent(int64_t rank) const { return absent_.at(static_cast<size_t>(rank)); }
   // What a rank fills itself, for `expand_fills`.
   const std::string& fills(int64_t rank) const { return fills_.at(static_cast<size_t>(rank)); }
-  // By the position of a pair the first absent box of its keys, where there is one.
-  const std::map<size_t, Chunk>& first_absent() const { return first_absent_; }
 
  private:
   struct Side;
-  void plan_pair(size_t position, const TransferPair& pair, Side& source_side, Side& target_side, Side& absent_side,
-                 Side& filled_side);
+  void plan_pair(const TransferPair& pair, Side& source_side, Side& target_side, Side& absent_side, Side& filled_side);
 
   const JointTable& source_;
   const JointTable& target_;
-  bool has_lost_ranks_;
   Loads sent_;  // to other ranks
   std::vector<std::string> sends_;
   std::vector<std::string> receives_;
   std::map<std::pair<int64_t, int64_t>, int64_t> bytes_between_;
   std::vector<std::string> absent_;
   std::vector<std::string> fills_;
-  std::map<size_t, Chunk> first_absent_;
 };
 
 // One side of an exchange of boxes: per box peer, tensor, cast_to, number of dims, offsets, sizes; by peer. What is no box
@@ -137,7 +128,6 @@ struct AbsentKey {
     Chunk box;
   };
   size_t position = 0;  // in the rank's table
-  int64_t num_bytes = 0;
   std::vector<Box> boxes;
 };
 

@@ -72,27 +72,6 @@ std::set<std::vector<int64_t>> elements_of(std::span<const Chunk> boxes) {
   return elements;
 }
 
-TEST(Subtract, LeavesWhatNoOtherBoxHolds) {
-  std::mt19937 random(5);
-  for (int trial = 0; trial < 3000; ++trial) {
-    Sizes shape(std::uniform_int_distribution<size_t>(0, 3)(random));
-    for (int64_t& size : shape) size = std::uniform_int_distribution<int64_t>(1, 7)(random);
-    const auto box = random_boxes(random, shape, 1);
-    const auto others = random_boxes(random, shape, std::uniform_int_distribution<int64_t>(0, 5)(random));
-    auto expected = elements_of(box);
-    std::erase_if(expected, [&](const std::vector<int64_t>& element) {
-      return std::ranges::any_of(others, [&](const Chunk& other) {
-        for (size_t dim = 0; dim < shape.size(); ++dim) {
-          const int64_t at = element[dim] - other.offsets[dim];
-          if (at < 0 || at >= other.sizes[dim]) return false;
-        }
-        return true;
-      });
-    });
-    ASSERT_EQ(elements_of(subtract(box[0], others)), expected);
-  }
-}
-
 TEST(FindOverlaps, IsAllPairsOnRandomBoxes) {
   std::mt19937 random(3);
   for (int trial = 0; trial < 5000; ++trial) {
@@ -419,37 +398,6 @@ TEST(BoxesInFileOrder, HoldEveryElementOnce) {
     std::ranges::sort(seen);
     ASSERT_EQ(seen, walk({Sizes(sizes.size(), 0), sizes, {}}));
   }
-}
-
-TEST(ChunkIndex, FindsTheChunksThatMakeUpBoxes) {
-  std::mt19937 random(12);
-  int num_made_up = 0;
-  for (int trial = 0; trial < 3000; ++trial) {
-    const Sizes shape = random_shape(random, 1, 8);
-    // Disjoint ones, as a checkpoint has, of which some are left out.
-    std::vector<Chunk> saved;
-    const auto boxes = random_boxes(random, shape, 3);
-    const auto cells = partition(views_of(boxes), SIZE_MAX);
-    for (const Cell& cell : *cells) saved.push_back(cell.box);
-    if (trial % 3 == 0) saved.pop_back();
-    std::vector<Chunk> wanted = random_boxes(random, shape, 1);
-    if (trial % 2 == 0 && !saved.empty()) wanted = {saved.front()};
-    std::set<Sizes> missing;
-    for (Sizes& element : walk(wanted[0])) missing.insert(std::move(element));
-    std::vector<size_t> expected;
-    bool is_whole = true;
-    for (size_t chunk = 0; chunk < saved.size(); ++chunk) {
-      size_t num_met = 0;
-      for (const Sizes& element : walk(saved[chunk])) num_met += missing.erase(element);
-      is_whole = is_whole && (num_met == 0 || num_met == walk(saved[chunk]).size());
-      if (num_met > 0) expected.push_back(chunk);
-    }
-    const auto found = ChunkIndex(saved).find_whole(wanted);
-    ASSERT_EQ(found, is_whole && missing.empty() ? std::optional(expected) : std::nullopt);
-    num_made_up += found.has_value();
-  }
-  EXPECT_GT(num_made_up, 1000);
-  EXPECT_LT(num_made_up, 2500);
 }
 
 TEST(BoxIndex, RefusesABoxThatEndsBeyondInt64) {

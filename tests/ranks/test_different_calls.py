@@ -31,9 +31,6 @@ def calls_of(path: Path) -> dict[str, Callable[..., Any]]:
         "weights.save": lambda: tte.weights.save(state(), path / "weights"),
         "reshard": lambda **more: tte.reshard(state(), state(), **more),
         "plan.run": lambda **more: plan.run(**more),
-        "recover": lambda **more: tte.transfer.recover(
-            state(), survived=state(), alive=list(range(dist.get_world_size())), **{"step": 1, **more}
-        ),
         "fingerprint": lambda: tte.fingerprint(state()),
         "check_replicas": lambda: tte.check_replicas(state(), mesh),
         "broadcast_tensors": lambda: tte.sync.broadcast_tensors([torch.ones(3)]),
@@ -44,7 +41,7 @@ def calls_of(path: Path) -> dict[str, Callable[..., Any]]:
 
 # Of both exchanges, by values and in phases, with every kind of second part.
 PAIRS = [
-    *permutations(["save", "load", "reshard", "fingerprint", "check_replicas", "broadcast_tensors", "recover"], 2),
+    *permutations(["save", "load", "reshard", "fingerprint", "check_replicas", "broadcast_tensors"], 2),
     *permutations(["load", "load(prove=True)"], 2),
     *permutations(["save", "weights.save", "async_save"], 2),
     *permutations(["plan.run", "save"], 2),
@@ -90,7 +87,6 @@ REFUSED = [
     ("reshard", {"bucket_bytes": 1.5}, r"plan_reshard: got bucket_bytes=1.5, expected"),
     ("plan.run", {"version": "seven"}, r"TransferPlan.run: got version='seven', expected"),
     ("reshard", {"replicas": "last"}, r"plan_reshard: got replicas='last', expected"),
-    ("recover", {"step": 1.5}, r"recover: got step=1.5, expected"),
 ]
 
 

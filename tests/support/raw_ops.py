@@ -3,6 +3,5 @@
 import torch
 
 _IS_2_15 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
-# Of a kernel's std::invalid_argument and std::overflow_error.
+# Of a std::invalid_argument of a kernel.
 RAW_REFUSAL: type[Exception] = RuntimeError if _IS_2_15 else ValueError
-RAW_OVERFLOW: type[Exception] = RuntimeError if _IS_2_15 else OverflowError

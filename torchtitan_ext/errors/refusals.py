@@ -128,12 +128,6 @@ HEADINGS_OF_OPERATIONS: dict[str, dict[ProblemKind, str]] = {
         "missing_key": "Keys that the source does not have",
         "cannot_reshard": "Sides of the transfer that have changed",
     },
-    "recover": {
-        "partial_placement": "Partial tensors cannot be sent or filled",
-        "unsupported_tensor": "Tensors that cannot be sent or filled",
-        "unsupported_value": "Values that cannot be sent or filled",
-        "missing_key": "Keys that neither survivors nor a checkpoint have",
-    },
 }
 """The headings of some operations, where they differ."""
 

@@ -7,24 +7,16 @@ refusals. The walk of a call:
         -> plan (kept, runs each step) -> transport -> ops.exchange_runs_
 
 ``key_sources`` says of which keys a transform makes others on the way.
-
-A recovery is a transfer from a world that has lost ranks, and a load of what nobody holds:
-
-    recovery -> survivors (the coordinator; with copies) -> plan -> ... -> checkpoint.operation.load_phases
 """
 
 from torchtitan_ext.transfer.dtensors import redistribute
 from torchtitan_ext.transfer.plan import TransferPlan, TransferResult
-from torchtitan_ext.transfer.recover_report import RecoverReport
-from torchtitan_ext.transfer.recovery import recover
 from torchtitan_ext.transfer.state_dicts import plan_reshard, reshard
 
 __all__ = [
-    "RecoverReport",
     "TransferPlan",
     "TransferResult",
     "plan_reshard",
-    "recover",
     "redistribute",
     "reshard",
 ]

@@ -43,7 +43,6 @@ class Endpoint:
         state: The nested state dict; tensors are filled in place, other values are put there.
         table: Keys, kinds and boxes, as the coordinator gets them.
         values: The flat state dict.
-        tied: Keys of a target that are left out of all others, because an earlier key, which is told, has their memory.
         tensors: The rank's memory: one tensor per key, or per box where a tensor states its boxes.
         owners: Of each tensor what the caller holds, whose memory may be replaced; the tensor itself where it is a box.
         names: Of each tensor its key.
@@ -58,7 +57,6 @@ class Endpoint:
     state: Mapping[str, Any]
     table: EncodedTable
     values: Mapping[str, Any]
-    tied: Mapping[str, str]
     tensors: list[Tensor]
     owners: list[Tensor]
     names: list[str]
@@ -200,12 +198,8 @@ def describe_endpoint(
     layouts: Mapping[str, ShardOrder] | None,
     *,
     is_filled: bool,
-    is_left_out: Callable[[str], bool] = lambda fqn: False,
 ) -> Endpoint:
-    """The side of this rank; what is wrong with it becomes a problem, so that all ranks get it. Not collective.
-
-    ``is_left_out`` tells keys that have no part in the transfer.
-    """
+    """The side of this rank; what is wrong with it becomes a problem, so that all ranks get it. Not collective."""
     problems: list[Problem] = []
     module = state if isinstance(state, nn.Module) else None
     if isinstance(state, nn.Module):
@@ -218,11 +212,10 @@ def describe_endpoint(
     paths: Mapping[str, Path] = {}
     try:
         flat = flat_keys(state or {})
-        values, paths = {fqn: one for fqn, one in flat.values.items() if not is_left_out(fqn)}, flat.paths
+        values, paths = flat.values, flat.paths
     except ValueError as error:
         problems.append(Problem("unsupported_value", side, str(error)))
     described_values = describe_state(values, {}, LayoutRules(layouts))
-    tied: Mapping[str, str] = {}
     if is_filled:
         entries = described_values.entries
         tied = tied_keys(values, entries, entries)
@@ -258,7 +251,6 @@ def describe_endpoint(
         state=state or {},
         table=encoded,
         values=values,
-        tied=tied,
         tensors=tensors,
         owners=owners,
         names=tensor_names,
@@ -270,9 +262,9 @@ def describe_endpoint(
     )
 
 
-def shared_memory_problems(source: Endpoint | None, target: Endpoint) -> list[Problem]:
+def shared_memory_problems(source: Endpoint, target: Endpoint) -> list[Problem]:
     """Two tensors of this rank, one of which is to be filled, in one memory: the result would depend on the order."""
-    filled, read = target.memories(), [] if source is None else source.memories()
+    filled, read = target.memories(), source.memories()
     found = _core.find_shared_memory([memory for _, memory in filled], [memory for _, memory in read])
     if found is None:
         return []

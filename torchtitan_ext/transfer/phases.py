@@ -12,12 +12,10 @@ from torchtitan_ext.errors import CheckpointFailedError, TransferFailedError
 
 
 @contextmanager
-def transfer_phases(
-    group: dist.ProcessGroup | None, timeout_seconds: float, operation: str = "reshard"
-) -> Iterator[Phases]:
+def transfer_phases(group: dist.ProcessGroup | None, timeout_seconds: float) -> Iterator[Phases]:
     """Phases over a group. What would be a CheckpointFailedError is a TransferFailedError."""
     try:
-        with Phases(operation, group, timeout_seconds=timeout_seconds) as phases:
+        with Phases("reshard", group, timeout_seconds=timeout_seconds) as phases:
             yield phases
     except CheckpointFailedError as error:
         raise TransferFailedError(error.operation, error.failures, error.undefined, error.step) from None

@@ -17,10 +17,9 @@ from torchtitan_ext.errors import Problem, TransferFailedError, check_counts, di
 from torchtitan_ext.fingerprints import Fingerprint, fingerprint_over
 from torchtitan_ext.layout.dtensor import view_of
 from torchtitan_ext.ranks.groups import position_in
-from torchtitan_ext.transfer.copies import Replicas
 from torchtitan_ext.transfer.endpoint import Endpoint
 from torchtitan_ext.transfer.phases import transfer_phases
-from torchtitan_ext.transfer.planning import RankPart
+from torchtitan_ext.transfer.planning import RankPart, Replicas
 from torchtitan_ext.transfer.sent_sums import different_boxes
 from torchtitan_ext.transfer.side import Side
 from torchtitan_ext.transfer.transport import GroupTransport
@@ -66,7 +65,6 @@ class TransferPlan:
         *,
         transport: GroupTransport,
         timeout_seconds: float,
-        operation: str = "reshard",
         replicas: Replicas = "equal",
     ) -> None:
         self.version: int | None = None
@@ -77,7 +75,6 @@ class TransferPlan:
         self._filled = part.filled
         self._transport = transport
         self._timeout_seconds = timeout_seconds
-        self._operation = operation
         self._replicas = replicas
         self._num_runs = 0
         self._sends = Side(source, part.sends, is_filled=False)
@@ -104,7 +101,7 @@ class TransferPlan:
         with checking_arguments("TransferPlan.run", self._group):
             check_counts("TransferPlan.run", version=version)
         run = _Run(version, verify)
-        with transfer_phases(self._group, self._timeout_seconds, self._operation) as phases:
+        with transfer_phases(self._group, self._timeout_seconds) as phases:
             found = phases.on_all("agree", lambda: self._offer(run), doing="ranks agreed on a transfer")
             problems = [problem for offer in found for problem in offer.problems]
             problems += _differing(found)
@@ -113,11 +110,11 @@ class TransferPlan:
                 "version", list(given.values()), ranks=list(given), advice="give one number, or none on some ranks"
             )
             if problems:
-                raise refusal(self._operation, problems)
+                raise refusal("reshard", problems)
             held = self._fingerprint(phases, self._source) if verify else None
             if held is not None and held.differing and self._replicas != "first":
                 what = 'has replicas that differ in the source; plan it with replicas="first" to take the first one'
-                raise refusal(self._operation, [Problem("replicas_differ", fqn, what) for fqn in held.differing])
+                raise refusal("reshard", [Problem("replicas_differ", fqn, what) for fqn in held.differing])
             for offer in found:
                 run.objects.update(offer.objects)
             run.is_memory = all(offer.is_memory for offer in found)
@@ -229,7 +226,7 @@ class TransferPlan:
             wrong |= {fqn for of_rank in self._compare_changed(phases, run) for fqn in of_rank}
         if wrong:
             failure = f"{len(wrong)} key(s) are not what the source holds, after the transfer"
-            raise TransferFailedError(self._operation, {0: failure}, tuple(sorted(wrong)), "verify")
+            raise TransferFailedError("reshard", {0: failure}, tuple(sorted(wrong)), "verify")
         return self._part.partial
 
     def _compare_changed(self, phases: Phases, run: _Run) -> list[list[str]]:

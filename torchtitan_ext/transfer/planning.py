@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pickle
 import secrets
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from torchtitan_ext import _core, ops
 from torchtitan_ext.checkpoint.rules.casts import CastPolicy, cast_problem
@@ -14,9 +15,12 @@ from torchtitan_ext.checkpoint.rules.policy import Source
 from torchtitan_ext.checkpoint.tables.agreement import Agreement, agree, unused_layouts
 from torchtitan_ext.checkpoint.tables.key_table import RankTable, number_hosts, pack, unpack
 from torchtitan_ext.errors import Problem, differing, refusal
-from torchtitan_ext.transfer.copies import later_copies
+from torchtitan_ext.layout.layout import Box
 from torchtitan_ext.transfer.key_sources import dtype_of, fp8_problem, mapped_keys, same_keys
 from torchtitan_ext.transforms import Transform
+
+Replicas = Literal["equal", "first"]
+"""What is asked of copies: that they are equal, or nothing: the first counts."""
 
 # Ranks are told who sends how much to whom up to this many ranks; beyond it the table grows with their square.
 _MAX_RANKS_TOLD = 64
@@ -88,7 +92,7 @@ def plan_for_all(offers: Sequence[Offer], transform: Transform | None) -> list[R
     source = agree([offer.source for offer in offers], needs_all_ranks=True)
     target = agree([offer.target for offer in offers], needs_all_ranks=False)
     problems = [*source.problems, *target.problems, *(problem for offer in offers for problem in offer.problems)]
-    problems += differing_arguments(offers)
+    problems += _differing_arguments(offers)
     problems += unused_layouts([offer.source for offer in offers], source, source.names)
     problems += unused_layouts([offer.target for offer in offers], target, target.names)
     arguments = offers[0].arguments
@@ -100,9 +104,9 @@ def plan_for_all(offers: Sequence[Offer], transform: Transform | None) -> list[R
         raise refusal("reshard", problems)
     else:
         found = mapped_keys(transform, source, target, renamed, cast)
-    left_out = later_copies(source) if arguments["replicas"] == "first" else {}
+    left_out = _later_copies(source) if arguments["replicas"] == "first" else {}
     pairs = _core.pair_keys(source.joint, target.joint, found.source_of, found.mapped, left_out)
-    misfits = [problem for pair in pairs if not pair.is_mapped for problem in find_misfits(pair, source, target, cast)]
+    misfits = [problem for pair in pairs if not pair.is_mapped for problem in _find_misfits(pair, source, target, cast)]
     if problems or found.problems or misfits:
         raise refusal("reshard", [*problems, *found.problems, *misfits])
     of_tensors = [pair for pair in pairs if not target.kinds[pair.target_class].is_object]
@@ -112,10 +116,22 @@ def plan_for_all(offers: Sequence[Offer], transform: Transform | None) -> list[R
             pair.cast_to = ops.dtype_number(dtype_of(wanted))
     hosts = number_hosts([offer.host for offer in offers])
     plan = _core.TransferPlan(source.joint, target.joint, of_tensors, hosts)
-    return make_rank_parts(plan, pairs, source, target, len(offers), found.renamed)
+    return _make_rank_parts(plan, pairs, source, target, len(offers), found.renamed)
 
 
-def differing_arguments(offers: Sequence[Offer]) -> list[Problem]:
+def _later_copies(source: Agreement) -> dict[int, list[int]]:
+    """By the number of a tensor the ranks whose boxes of it a rank before them holds too."""
+    of_class: dict[int, list[int]] = {}
+    for number in set(source.agreed_keys.values()):
+        ranks: dict[tuple[Box, ...], set[int]] = defaultdict(set)
+        for replica in () if source.kinds[number].is_object else source.joint.replicas(number):
+            for shard in replica.shards:
+                ranks[tuple(shard.boxes)].update(shard.ranks)
+        of_class[number] = sorted(rank for of_boxes in ranks.values() for rank in sorted(of_boxes)[1:])
+    return {key: of_class[number] for key, number in source.agreed_keys.items() if of_class[number]}
+
+
+def _differing_arguments(offers: Sequence[Offer]) -> list[Problem]:
     """The arguments of which ranks give several values."""
     return [
         problem
@@ -124,7 +140,7 @@ def differing_arguments(offers: Sequence[Offer]) -> list[Problem]:
     ]
 
 
-def make_rank_parts(
+def _make_rank_parts(
     plan: _core.TransferPlan,
     pairs: Sequence[_core.TransferPair],
     source: Agreement,
@@ -137,7 +153,7 @@ def make_rank_parts(
     filled: list[dict[str, str]] = [{} for _ in range(num_ranks)]
     for pair in pairs:
         if target.kinds[pair.target_class].is_object:
-            holder = next(rank for rank in source.joint.ranks(pair.source_classes[0]) if rank not in pair.distrusted)
+            holder = source.joint.ranks(pair.source_classes[0])[0]
             sent[holder] += [source.names[key] for key in pair.source_keys]
             for rank in target.joint.ranks(pair.target_class):
                 filled[rank].update({target.names[key]: renamed[target.names[key]] for key in pair.target_keys})
@@ -181,7 +197,7 @@ def _is_partial(pair: _core.TransferPair, target: Agreement) -> bool:
     return _core.cover_defect(kind.global_shape, target.joint.written_boxes(pair.target_class)) is not None
 
 
-def find_misfits(pair: _core.TransferPair, source: Agreement, target: Agreement, cast: CastPolicy) -> list[Problem]:
+def _find_misfits(pair: _core.TransferPair, source: Agreement, target: Agreement, cast: CastPolicy) -> list[Problem]:
     """What keeps the keys of a pair from being filled, the same for each of them."""
     held, wanted = source.kinds[pair.source_classes[0]], target.kinds[pair.target_class]
     fqns = [target.names[key] for key in pair.target_keys]
