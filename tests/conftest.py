@@ -8,14 +8,26 @@ import extent
 import late
 import pytest
 import torch
-from gloo_worlds import WorldPool, on_a_gpu
+from gloo_worlds import WorldPool, on_a_gpu, show_no_progress
+from hypothesis import settings
 
 # Libraries of Hugging Face ask their hub otherwise, and wait for it where there is no network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Ray tells its makers what is used otherwise.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
+# The suite draws the same examples each time, on every machine; the soak draws others each time.
+settings.register_profile("suite", derandomize=True, deadline=None, database=None)
+settings.register_profile("soak", deadline=None, database=None)
+settings.load_profile("soak" if extent.SOAK > 1 else "suite")
+
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
+
+
+@pytest.fixture(autouse=True)
+def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow operations print no lines among those that a test reads; a test of the lines sets its own delays."""
+    show_no_progress(monkeypatch.setattr)
 
 
 @pytest.fixture(scope="session")

@@ -52,7 +52,7 @@ def test_a_save_and_a_load_show_their_bytes(tmp_path: Path, monkeypatch: pytest.
 
 def test_short_ones_show_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = show_at_once(monkeypatch)
-    monkeypatch.setattr(progress, "_DELAY_SECONDS", 2.0)
+    monkeypatch.setattr(progress, "_DELAY_SECONDS", 1000.0)
     tte.save(STATE, tmp_path / "step")
     assert terminal.getvalue() == ""
 
@@ -82,16 +82,16 @@ def test_without_tqdm_there_are_lines_now_and_then(tmp_path: Path, monkeypatch: 
     terminal = show_at_once(monkeypatch)
     monkeypatch.setattr(progress, "tqdm", None)
     tte.save(STATE, tmp_path / "step")
-    assert re.fullmatch(r"(save, rank 0: 0 of 0 MB in 0 s\n)+", terminal.getvalue()), terminal.getvalue()
+    assert re.fullmatch(r"(save, rank 0: 0 of 0 MB in \d+ s\n)+", terminal.getvalue()), terminal.getvalue()
     monkeypatch.setattr(progress, "_LINE_SECONDS", 1000.0)
     with show("verify", is_coordinator=True, total_bytes=lambda: 3_000_000_000) as advance:
         advance(1_500_000_000)
         advance(1_500_000_000)
-    assert terminal.getvalue().splitlines()[-1] == "verify: 1,500 of 3,000 MB in 0 s"
+    assert re.fullmatch(r"verify: 1,500 of 3,000 MB in \d+ s", terminal.getvalue().splitlines()[-1])
     monkeypatch.setattr(progress, "_DELAY_SECONDS", 1000.0)
     with show("verify", is_coordinator=True, total_bytes=lambda: 1) as advance:
         advance(1)
-    assert "of 0 MB in 0 s" in terminal.getvalue() and terminal.getvalue().count("verify") == 1
+    assert "of 0 MB in" in terminal.getvalue() and terminal.getvalue().count("verify") == 1
 
 
 class Tee:

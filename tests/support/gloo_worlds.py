@@ -18,6 +18,7 @@ A function that wants several worlds' worth of cases should loop over them insid
 import faulthandler
 import functools
 import gc
+import math
 import multiprocessing
 import os
 import pickle
@@ -39,6 +40,7 @@ from extent import SOAK
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from torchtitan_ext.storage import progress
 MAX_WORLD_SIZE = 8
 
 # A collective that waits longer than this fails on its own. Long: on a busy machine with a slow disk a worker that has
@@ -224,6 +226,7 @@ def serve(connection: Connection, parent_pid: int, set_up: Callable[[], None] | 
     torch.set_num_threads(1)
     # DCP's process executor asks for MASTER_ADDR, else it looks up the name of the machine.
     os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo", TORCH_CPP_LOG_LEVEL="ERROR")
+    show_no_progress()
     if set_up is not None:
         set_up()
     fork_children_from_my_server()
@@ -237,6 +240,12 @@ def serve(connection: Connection, parent_pid: int, set_up: Callable[[], None] | 
         except EOFError:
             return
         connection.send_bytes(run_task(rank, world_size, backend, store_path, task))
+
+
+def show_no_progress(set_attribute: Callable[[Any, str, float], object] = setattr) -> None:
+    """Whether an operation prints how far it is depends on the speed of the machine: in tests none does."""
+    set_attribute(progress, "_DELAY_SECONDS", math.inf)
+    set_attribute(progress, "_LINE_SECONDS", math.inf)
 
 
 def fork_children_from_my_server() -> None:
