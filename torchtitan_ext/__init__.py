@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torchtitan_ext.sync.check import check_replicas
     from torchtitan_ext.transfer import reshard
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "CheckpointManager",
