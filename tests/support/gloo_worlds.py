@@ -41,6 +41,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from torchtitan_ext.storage import progress
+
 MAX_WORLD_SIZE = 8
 
 # A collective that waits longer than this fails on its own. Long: on a busy machine with a slow disk a worker that has

@@ -107,7 +107,7 @@ class SaveJob:
         self._check_options_of_files(operation)
         if self.format == "safetensors":
             self._check_weights(operation)
-        self._check_pattern(operation)
+        check_pattern(operation, self.step_pattern)
         return replace(self, runs=self.on_storage_error.runs_of(self.path))
 
     @property
@@ -144,12 +144,4 @@ class SaveJob:
             raise WrongValueError(
                 f"{operation}: got the path {str(self.path)!r}, expected a directory, in which the files are made; "
                 "leave .safetensors out"
-            )
-
-    def _check_pattern(self, operation: str) -> None:
-        check_pattern(operation, self.step_pattern)
-        if self.keep is None and self.step_pattern is not None and self.reuse != "latest":
-            raise WrongValueError(
-                f"{operation}: got step_pattern={self.step_pattern!r} and no reuse='latest': nothing asks for the "
-                "steps of the run"
             )
