@@ -513,8 +513,8 @@ void define_metadata(py::module_& module) {
              return found(self.find_part(to_utf8(fqn), offsets));
            })
       .def("part", &part_at)
-      .def("to_pickle", &write_metadata_pickle, py::arg("planner_data"), py::arg("storage_meta"), py::arg("version"))
-          py::class_<PartsOfFiles>(module, "SavedParts")
+      .def("to_pickle", &write_metadata_pickle, py::arg("planner_data"), py::arg("storage_meta"), py::arg("version"));
+  py::class_<PartsOfFiles>(module, "SavedParts")
       .def(py::init<const MetadataColumns&>(), py::arg("columns"), py::keep_alive<1, 2>())
       .def("of_file", &PartsOfFiles::of_file, py::arg("path"))
       .def("chunk_of", &PartsOfFiles::chunk_of, py::arg("part"));
