@@ -7,11 +7,11 @@ import re
 from torchtitan_ext.errors import WrongValueError
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
-_AMOUNT = re.compile(r"(\d+(?:\.\d*)?)\s*([KMGTP]?)(i?)B?(?:/s)?", re.IGNORECASE)
+_AMOUNT = re.compile(r"(\d+(?:\.\d*)?)\s*([KMGTP]?)(i?)B?", re.IGNORECASE)
 
 
 def parse_amount(text: str) -> float:
-    """``2GB/s`` or ``64MiB`` as a number of bytes. Raises WrongValueError for anything else."""
+    """``2GB`` or ``64MiB`` as a number of bytes. Raises WrongValueError for anything else."""
     match = _AMOUNT.fullmatch(text.strip())
     if match is None or float(match[1]) == 0:
         raise WrongValueError(f"got {text!r}, expected bytes such as 2GB or 64MiB")

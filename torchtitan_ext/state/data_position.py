@@ -48,7 +48,7 @@ class DataPosition:
         samples_seen, dropped, padded: Samples of all ranks together, over all epochs; see ``ElasticDataLoader``.
         num_samples, next_sample: Of map-style data, the size of the data set and the place in the epoch's order; else
             ``None``.
-        order: How the epoch is ordered: ``"randperm"``, or ``"none"`` in the order of the data; ``None`` for streams.
+        order: The name of the random order, or ``"none"`` in the order of the data; ``None`` for streams.
         seed: Seed of the order; ``None`` for streams.
         samples_left: Samples still to be given in the epoch; ``None`` where streams do not tell. Those that do not fill
             a last global batch count.
@@ -101,10 +101,9 @@ def read_data_position(state: Mapping[str, Any]) -> DataPosition:
         (common,) = state[_COMMON]
         if common["version"] not in _VERSIONS or common["kind"] not in ("samples", "streams"):
             raise ValueError(f"its version is {common['version']!r} and its kind {common['kind']!r}")
-        position = (_of_samples if common["kind"] == "samples" else _of_streams)(common, state)
+        return _of_samples(common) if common["kind"] == "samples" else _of_streams(common, state)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"not the state of an ElasticDataLoader that is known ({error!r})") from None
-    return position
 
 
 def loaders_among(fqns: Sequence[str]) -> dict[str, list[str]]:
@@ -123,7 +122,7 @@ def loaders_among(fqns: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def _of_samples(common: Mapping[str, Any], state: Mapping[str, Any]) -> DataPosition:
+def _of_samples(common: Mapping[str, Any]) -> DataPosition:
     num_samples, next_sample = _count(common, "num_samples"), _count(common, "next_sample")
     epoch = _count(common, "epoch")
     return replace(
@@ -140,12 +139,10 @@ def _of_streams(common: Mapping[str, Any], state: Mapping[str, Any]) -> DataPosi
     num_shards = _count(common, "num_shards", least=1)
     shards = tuple(sorted(_shards_of(state, num_shards), key=lambda one: one.shard))
     epochs = [one.epoch for one in shards] or [0]
-    left = [one.samples_left for one in shards]
-    known = [count for count in left if count is not None]
-    is_known = len(known) == num_shards
+    known = [one.samples_left for one in shards if one.samples_left is not None]
     return replace(
         _of_all(common, min(epochs), max(epochs)),
-        samples_left=sum(known) if is_known else None,
+        samples_left=sum(known) if len(known) == num_shards else None,
         num_shards=num_shards,
         shards=shards,
     )

@@ -15,6 +15,7 @@ from torchtitan_ext.elastic.data.virtual_shards import (
     shard_key,
     to_entry,
 )
+from torchtitan_ext.elastic.data.workers import WorkerOptions
 from torchtitan_ext.errors import CannotReshardError
 
 
@@ -24,7 +25,8 @@ def reader_of(lengths: list[int], *, dp_rank: int = 0, dp_size: int = 1, endless
     def open_stream(shard: int, num_shards: int, epoch: int) -> list[str]:
         return [f"{'abcd'[shard]}{i}" + "'" * epoch for i in range(lengths[shard])]
 
-    return ShardReader(Streams(open_stream, len(lengths)), Share(dp_size, dp_rank, dp_size, "drop", endless))
+    share = Share(dp_size, dp_rank, dp_size, "drop", endless)
+    return ShardReader(Streams(open_stream, len(lengths)), share, WorkerOptions())
 
 
 @pytest.mark.parametrize(

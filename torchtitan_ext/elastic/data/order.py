@@ -25,10 +25,10 @@ EpochOrder = Callable[[Indices], Indices]
 """A permutation of the indices 0 .. num_samples - 1: from places to the indices of the samples there."""
 
 
-def check_order(where: str, order: object) -> None:
+def check_order(order: object) -> None:
     """Raises ValueError unless it is the name of an order."""
     if order not in ORDERS:
-        raise ValueError(f'{where}: order is {order!r}, expected "feistel-1" or "randperm"')
+        raise ValueError(f'ElasticBatchSampler: order is {order!r}, expected "feistel-1" or "randperm"')
 
 
 def epoch_order(num_samples: int, *, shuffle: bool, order: str, seed: int, epoch: int) -> EpochOrder:

@@ -135,7 +135,7 @@ class ElasticBatchSampler:
         order: OrderName = "feistel-1",
         uneven: bool = False,
     ) -> None:
-        check_order("ElasticBatchSampler", order)
+        check_order(order)
         check_argument("ElasticBatchSampler", "data", data, Sized, "a data set with a length")
         own = data_rank("ElasticBatchSampler", dp_rank, dp_size, mesh)
         Share(global_batch_size, own.rank, own.size, last, endless, uneven)  # checks these

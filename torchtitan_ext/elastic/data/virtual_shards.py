@@ -166,14 +166,13 @@ class _OpenShard:
 class ShardReader:
     """Reads the shards of one rank in turn. No communication. In an endless loader each shard has its own epochs."""
 
-    def __init__(self, source: StreamSource, share: Share, options: WorkerOptions | None = None) -> None:
+    def __init__(self, source: StreamSource, share: Share, options: WorkerOptions) -> None:
         if share.dp_size > source.num_shards:
             raise TooFewShardsError(source.num_shards, share.dp_size)
         self._source = source
         self._endless = share.endless
         self.own = range(share.dp_rank, source.num_shards, share.dp_size)
-        has_workers = options is not None and options.num_workers > 0
-        self._workers = Workers(source, self.own, options, share.batch_size) if options and has_workers else None
+        self._workers = Workers(source, self.own, options, share.batch_size) if options.num_workers else None
         self.load({index: ShardState() for index in self.own})
 
     @property
