@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from plan_cases import TP, Training
-from plan_measures import rank_file, status_bytes, written_by
-from result_file import write_results
+from plan_measures import rank_file, written_by
+from result_file import status_bytes, write_results
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard

@@ -32,10 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchtitan_ext import _core
-from torchtitan_ext.storage.metadata.metadata_file import (
-    encode_metadata,
-    parse_metadata,
-)
+from torchtitan_ext.storage.metadata.metadata_file import encode_metadata, parse_metadata
 
 TP = 8
 CHECKED_RANKS = 256  # files of more are not compared: each copy of the objects takes gigabytes

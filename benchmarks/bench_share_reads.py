@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from measured_worlds import run_worlds
-from result_file import write_results
+from result_file import status_bytes, write_results
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -33,7 +33,6 @@ from torchtitan_ext.storage import FileReader
 STORE_BYTES_PER_SECOND = 100e6
 COLUMNS = 1024
 NUM_TENSORS = 24
-WAYS = {"False": False, "True": True}
 KINDS = ("replicas", "hsdp", "windows")
 
 
@@ -58,7 +57,7 @@ class Throttled(FileReader):
         return done
 
 
-def rows_of(kind: str, num_rows: int, rank: int, ranks: int) -> tuple[int, int]:
+def rows_of(num_rows: int, rank: int, ranks: int) -> tuple[int, int]:
     step = num_rows // (4 * ranks)
     begin = rank * step
     return begin, begin + num_rows - (ranks - 1) * step
@@ -85,7 +84,7 @@ def state_of(kind: str, megabytes: int, rank: int, ranks: int, *, value: float |
         else:
             whole = torch.full((num_rows, COLUMNS), value, dtype=torch.bfloat16)
         if kind == "windows":
-            begin, end = rows_of(kind, num_rows, rank, ranks)
+            begin, end = rows_of(num_rows, rank, ranks)
             state[f"layer.{number}"] = window(whole, begin, end)
         elif kind == "hsdp":
             shard = whole.chunk(ranks // 2)[mesh.get_local_rank(1)].clone()
@@ -96,22 +95,16 @@ def state_of(kind: str, megabytes: int, rank: int, ranks: int, *, value: float |
     return state
 
 
-def resident_bytes(name: str) -> int:
-    """``VmRSS`` or ``VmHWM``, the peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
-
-
 def load(state: dict[str, Any], reader: FileReader, share_reads: bool) -> dict[str, Any]:
     """One load, and what of it the table shows."""
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before, begin = resident_bytes("VmRSS"), time.perf_counter()
+    before, begin = status_bytes("VmRSS"), time.perf_counter()
     report = tte.load(state, storage_reader=reader, share_reads=share_reads, policy=tte.elastic.ElasticPolicy())
     mine = {
         "seconds": time.perf_counter() - begin,
         "bytes_read": reader.num_bytes_read,
-        "extra_bytes": resident_bytes("VmHWM") - before,
+        "extra_bytes": status_bytes("VmHWM") - before,
     }
     measured: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(measured, mine)
@@ -133,11 +126,12 @@ def work(rank: int, world_size: int, folder: Path, options: argparse.Namespace, 
         for place in ("store", "disk"):
             best: dict[str, Any] = {}
             for _ in range(options.rounds + (place == "disk")):
-                for name, share_reads in WAYS.items():
+                for share_reads in (False, True):
                     reader = Throttled(path) if place == "store" else FileReader(path)
                     if place == "store":
                         reader.queue = folder / "queue"
                     measured = load(state, reader, share_reads)
+                    name = str(share_reads)
                     if name not in best or measured["seconds"] < best[name]["seconds"]:
                         best[name] = measured
             for key, value in state.items():

@@ -24,9 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from result_file import write_results
+from result_file import status_bytes, write_results
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -65,9 +64,6 @@ def compare(state: State, limits: dict[str, Callable[[], Any]], folder: Path, ro
     kept = CpuStager()
     stock = DefaultStager(StagingOptions(False, False, False, False))
 
-    def with_process(state: State, path: Path) -> Any:
-        return dcp.async_save(state, checkpoint_id=path, async_checkpointer_type=AsyncCheckpointerType.PROCESS)
-
     ways: dict[str, Start] = {
         "tte.async_save, stager kept": lambda state, path: tte.async_save(state, path, stager=kept),
         FIRST: lambda state, path: tte.async_save(state, path),
@@ -76,7 +72,6 @@ def compare(state: State, limits: dict[str, Callable[[], Any]], folder: Path, ro
         "dcp.async_save, stager kept": lambda state, path: dcp.async_save(
             state, checkpoint_id=path, async_stager=stock
         ),
-        "dcp.async_save, process": with_process,
     }
     best: dict[str, float] = {}
     for _ in range(rounds):
@@ -118,23 +113,19 @@ def copies_of(tensors: list[torch.Tensor]) -> Callable[[], None]:
     return copy
 
 
-def resident_megabytes() -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) * 1024 / 1e6
-
-
 def memory_of_saves(state: State, folder: Path, num_saves: int) -> dict[str, float]:
     """Megabytes beyond the state after the first saves, and how much more after many."""
     stager = CpuStager()
     gc.collect()
     _libc.malloc_trim(0)
-    before = resident_megabytes()
+    before = status_bytes("VmRSS")
     first = 0.0
     for step in range(num_saves):
         stall_seconds(lambda state, path: tte.async_save(state, path, stager=stager), state, folder / "step")
         if step == 4:
-            first = resident_megabytes() - before
-    return {"beyond the state": round(first, 1), "growth": round(resident_megabytes() - before - first, 1)}
+            first = (status_bytes("VmRSS") - before) / 1e6
+    growth = (status_bytes("VmRSS") - before) / 1e6 - first
+    return {"beyond the state": round(first, 1), "growth": round(growth, 1)}
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from result_file import write_results
+from result_file import status_bytes, write_results
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.utils import _sync_params_and_buffers
@@ -119,11 +119,6 @@ def extra_bytes(function: Callable[[], object]) -> int:
     growth = torch.tensor([status_bytes("VmHWM") - before])
     dist.all_reduce(growth, dist.ReduceOp.MAX)
     return int(growth.item())
-
-
-def status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def compare(contenders: Contenders, num_rounds: int) -> dict[str, Any]:

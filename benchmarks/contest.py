@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from result_file import status_bytes
 from torch.distributed.checkpoint.api import CheckpointException
 
 Contenders = dict[str, Callable[[], Any]]
@@ -66,12 +66,12 @@ def first_call(function: Callable[[], Any], check: Callable[[], None] = nothing)
     # Memory that the allocator keeps from the contender before would hide what this one takes.
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    resident = _status_megabytes("VmRSS")
+    resident = status_bytes("VmRSS")
     dist.barrier()
     seconds, peak, failure = 0.0, resident, ""
     try:
         seconds = _seconds_of(function)
-        peak = _status_megabytes("VmHWM")
+        peak = status_bytes("VmHWM")
         check()
     except (Exception, CheckpointException) as error:
         failure = f"{type(error).__name__}: {error}".splitlines()[0][:200]
@@ -79,7 +79,7 @@ def first_call(function: Callable[[], Any], check: Callable[[], None] = nothing)
     dist.all_gather_object(failures, failure)
     if any(failures):
         return {"failed": next(filter(None, failures))}
-    return {"seconds": _largest(seconds), "megabytes": round(_largest(peak - resident), 1)}
+    return {"seconds": _largest(seconds), "megabytes": round(_largest(peak - resident) / 1e6, 1)}
 
 
 def _seconds_of(function: Callable[[], Any]) -> float:
@@ -92,12 +92,6 @@ def _largest(value: float) -> float:
     largest = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.item()
-
-
-def _status_megabytes(field: str) -> float:
-    match = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
-    assert match is not None, f"the kernel does not tell {field}"
-    return int(match.group(1)) * 1024 / 1e6
 
 
 def print_rows(title: str, rows: dict[str, Row]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from plan_cases import Case
+from result_file import status_bytes
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -109,11 +110,6 @@ class Clock:
             ctypes.CDLL(None).malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")
         (gc.enable if self.is_collecting else gc.disable)()
-
-
-def status_bytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 def a_rank_of(case: Case) -> int:
@@ -236,13 +232,7 @@ def measure_finish(case: Case, metadata: Metadata, clock: Clock) -> dict[str, An
             ]
             for rank, records in enumerate(written)
         ]
-        rows["ours"] = _measure_writer(
-            metadata,
-            ours,
-            FileWriter(directory, sync=False),
-            encode_metadata,
-            clock,
-        )
+        rows["ours"] = _measure_writer(metadata, ours, FileWriter(directory, sync=False), encode_metadata, clock)
         writer = FileSystemWriter(directory, sync_files=False)
         writer.set_up_storage_writer(True)
         rows["stock"] = _measure_writer(

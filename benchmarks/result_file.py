@@ -28,6 +28,12 @@ def measure_seconds(function: Callable[[], object], *, num_repeats: int, num_cal
     return statistics.median(durations)
 
 
+def status_bytes(field: str) -> int:
+    """Of this process, by the kernel: ``VmRSS``, what is resident, or ``VmHWM``, the peak of it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
 def describe_machine() -> dict[str, Any]:
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     model = re.search(r"model name\s*:\s*(.+)", text)
