@@ -5,11 +5,31 @@ torchrun --nproc-per-node 4 examples/reshard_live.py"""
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from live_model import TP_PLAN, VOCAB, build_model
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import parallel
+from torch.distributed.tensor import Replicate, parallel
 
 import torchtitan_ext as tte
+
+VOCAB, DIM, HEAD_DIM = 257, 32, 4  # 257 divides by no number of ranks
+COLUMNS, OUTPUT = parallel.ColwiseParallel(), parallel.ColwiseParallel(output_layouts=Replicate())
+TP_PLAN = {"1.wq": COLUMNS, "1.wk": COLUMNS, "1.wv": COLUMNS, "1.wo": parallel.RowwiseParallel(), "2": OUTPUT}
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(DIM)
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (w(self.norm(x)).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        return x + self.wo(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def build_model() -> nn.Module:
+    return nn.Sequential(nn.Embedding(VOCAB, DIM), Layer(), nn.Linear(DIM, VOCAB, bias=False))
+
 
 if __name__ == "__main__":
     mesh = dist.init_device_mesh("cpu", (4,))

@@ -33,13 +33,7 @@ def run_example(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_every_example_has_a_test() -> None:
     commands = {path.name for path in EXAMPLES.glob("*.py") if 'if __name__ == "__main__"' in path.read_text()}
     own = {"elastic_8_to_16.py", "first_hour.py", "ops_in_compiled_code.py", "sync_hsdp.py", "train_llama_2d.py"}
-    assert commands == {
-        *own,
-        "one_buffer.py",
-        "reshard_live.py",
-        "two_jobs.py",
-        *CLIENT_EXAMPLES,
-    }
+    assert commands == {*own, "one_buffer.py", "reshard_live.py", "two_jobs.py", *CLIENT_EXAMPLES}
 
 
 @pytest.mark.sampled(0.1, "examples")
@@ -80,7 +74,6 @@ def test_reshard_live_gives_equal_logits() -> None:
     assert all(float(difference) < 1e-5 for _, difference in found)
 
 
-@pytest.mark.sampled(0.1, "examples")
 @pytest.mark.sampled(0.1, "examples")
 def test_two_jobs_give_equal_logits() -> None:
     with socket.socket() as probe:
