@@ -242,11 +242,7 @@ def test_every_room_with_public_names_is_looked_at() -> None:
 
 def test_the_index_names_nothing_that_is_not_there() -> None:
     known = {name for room in ROOMS for name in public_names(importlib.import_module(f"torchtitan_ext{room}"))}
-    for adapter in (
-        "ray.py",
-        "torchtitan.py",
-        "torchtitan_text_data.py",
-    ):
+    for adapter in ("ray.py", "torchtitan.py", "torchtitan_text_data.py"):
         source = (Path(torchtitan_ext.__file__).parent / "integrations" / adapter).read_text()
         known |= set(re.findall(r"^(?:class|def) ([^\W_]\w*)", source, re.M))
     assert documented("api.md") == known
