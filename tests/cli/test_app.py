@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from calls import call as call_here
 from calls import call_importing, make
-from calls import call_process as call
 
 import torchtitan_ext as tte
 from torchtitan_ext.cli.app import _SUMMARY_OF
@@ -31,16 +30,6 @@ def test_help_lists_the_commands_without_importing_them() -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "latest" in result.stdout
     assert result.stdout.endswith("False\n")
-
-
-def test_exit_codes(tmp_path: Path) -> None:
-    assert call("latest", tmp_path).code == UNREADABLE
-    assert call("no-such-command").code == WRONG_USAGE
-    (tmp_path / "step-3").mkdir()
-    (tmp_path / "step-3" / ".metadata").write_bytes(b"")
-    result = call("latest", tmp_path)
-    assert result.code == FINE
-    assert result.out == f"{tmp_path / 'step-3'}\n"
 
 
 @pytest.mark.parametrize(

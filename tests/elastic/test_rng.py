@@ -230,14 +230,6 @@ def test_state_of_a_gpu_loads_without_one() -> None:
 # Through a checkpoint.
 
 
-def test_round_trip(tmp_path: Path) -> None:
-    rng = RngState(0)
-    tte.save({"rng": rng}, tmp_path, no_dist=True)
-    truth = draw()
-    tte.load({"rng": rng}, tmp_path, no_dist=True)
-    assert draw() == truth
-
-
 def save_rank(rank: int, world_size: int, path: Path, num_sharing: int, skewed: bool) -> tuple[float, ...]:
     """Groups of `num_sharing` ranks draw the same numbers, as tensor-parallel ranks do."""
     rng = RngState(0, rank=rank // num_sharing, world_size=world_size // num_sharing, step=lambda: 9)

@@ -180,12 +180,6 @@ def test_a_worker_that_hangs_is_an_error_after_the_timeout() -> None:
     assert is_gone(pid)
 
 
-def test_samples_that_cannot_be_pickled() -> None:
-    source = Streams(lambda shard, num_shards, epoch: [lambda: 0], 2)
-    with pytest.raises(StreamWorkerError, match="[Pp]ickle"):
-        list(ElasticDataLoader(source, batch_size=2, num_workers=1, collate_fn=list))
-
-
 def test_the_samples_before_one_that_cannot_be_pickled_are_served() -> None:
     source = Streams(lambda shard, num_shards, epoch: [0, 1, 2, (lambda: 0) if shard else 3], 2)
     batches = iter(ElasticDataLoader(source, batch_size=2, num_workers=1, prefetch_factor=9, collate_fn=list))

@@ -58,18 +58,6 @@ def test_groups_in_another_order_go_on_bitwise(name: str) -> None:
     assert swapped_back == step_all(scheduler, optimizer, 9, start=7)
 
 
-def test_they_stand_when_the_optimizer_is_loaded_afterwards() -> None:
-    optimizer = optimizer_of("a", "b")
-    scheduler = elastic(optimizer)
-    step_all(scheduler, optimizer, 13)
-    swapped = optimizer_of("b", "a")
-    resumed = elastic(swapped)
-    resumed.load_state_dict(scheduler.state_dict())
-    groups = swapped.state_dict()["param_groups"]
-    swapped.load_state_dict({"state": {}, "param_groups": [{**group, "lr": 9.0} for group in groups]})
-    assert lr_of(swapped) == lr_of(optimizer)
-
-
 def test_a_group_that_was_cut_keeps_its_rate_in_both_parts() -> None:
     optimizer = optimizer_of("ac", "b")
     scheduler = elastic(optimizer)

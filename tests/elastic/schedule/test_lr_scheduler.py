@@ -174,21 +174,6 @@ def as_read_back(state: Any) -> Any:
     return state
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_elastic_scheduler_reads_torch_state(name: str) -> None:
-    optimizer = build_optimizer()
-    scheduler = ALL[name](optimizer)
-    step_all(scheduler, optimizer, 10)
-    saved, at_save = as_read_back(copy.deepcopy(scheduler.state_dict())), copy.deepcopy(optimizer.state_dict())
-    truth = step_all(scheduler, optimizer, 30, 10)
-
-    other = build_optimizer()
-    resumed = wrapped(ALL[name], other)
-    other.load_state_dict(at_save)
-    resumed.load_state_dict(saved)
-    assert step_all(resumed, other, 30, 10) == truth
-
-
 @pytest.mark.parametrize("name", CLOSED_FORM)
 def test_step_alone_gives_the_curve_of_this_runs_schedule(name: str) -> None:
     """torchtitan saves {"last_epoch": n} and nothing else."""
@@ -489,18 +474,8 @@ def chained_spiral(optimizer: Optimizer) -> LRScheduler:
     return lrs.ChainedScheduler([lrs.StepLR(optimizer, 3), Spiral(optimizer)], optimizer)
 
 
-# What the refusals of the same names tell to do.
+# What the refusals of the same names tell to do; other tests load what the others tell.
 FOLLOWED: dict[str, tuple[Callable[[], Any], Any, int]] = {
-    "plateau_by_samples": (
-        lambda: wrapped(PLATEAU["ReduceLROnPlateau"], build_optimizer(), 32, by_samples=False),
-        lambda: state_at(PLATEAU["ReduceLROnPlateau"], 5),
-        5,
-    ),
-    "plateau_from_step": (
-        lambda: wrapped(PLATEAU["ReduceLROnPlateau"], build_optimizer()),
-        lambda: state_at(PLATEAU["ReduceLROnPlateau"], 5)["schedulers"][0]["state"],
-        5,
-    ),
     "custom_by_samples": (
         lambda: wrapped(Spiral, build_optimizer(), 32, by_samples=False),
         lambda: state_at(Spiral, 3),
@@ -526,16 +501,6 @@ FOLLOWED: dict[str, tuple[Callable[[], Any], Any, int]] = {
         lambda: {"last_epoch": 100},
         100,
     ),
-    "steps_disagree": (
-        lambda: containers_of(2)[0],
-        lambda: [{"last_epoch": 10}, {"last_epoch": 12}],
-        10,
-    ),
-    "another_component": (
-        lambda: wrapped(SCHEDULERS["StepLR"], build_optimizer()),
-        lambda: state_at(SCHEDULERS["StepLR"], 3)["schedulers"][0]["state"],
-        3,
-    ),
 }
 
 
@@ -545,7 +510,7 @@ def test_remedies_of_refusals(name: str) -> None:
     scheduler = build()
     scheduler.load_state_dict(saved())
     assert scheduler.last_epoch == step
-    if name.startswith(("plateau", "custom")):
+    if name.startswith("custom"):
         stepped = saved()
         truth = stepped["schedulers"][0]["state"] if "schedulers" in stepped else stepped
         assert frozen(scheduler.state_dict()["schedulers"][0]["state"]) == frozen(truth)

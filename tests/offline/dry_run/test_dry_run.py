@@ -280,7 +280,7 @@ def test_arguments(arguments: tuple[Any, ...], error: type[Exception] | None, wo
 
 
 def test_amounts() -> None:
-    assert [parse_amount(text) for text in ("2GB/s", "1.5 kB", "64MiB", "7")] == [2e9, 1500.0, 64.0 * 1024**2, 7.0]
+    assert [parse_amount(text) for text in ("2GB", "1.5 kB", "64MiB", "7")] == [2e9, 1500.0, 64.0 * 1024**2, 7.0]
     for text in ("", "GB", "0GB", "-1GB", "2XB"):
         with pytest.raises(ValueError, match="expected bytes such as 2GB or 64MiB"):
             parse_amount(text)
