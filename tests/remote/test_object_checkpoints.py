@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoints import DTYPES, random_bits, tensors
+from data.saved_by_0_2.generate import whole_tensors
 from extent import SOAK
 from models import differences, poison
 from object_server import ObjectServer
@@ -389,3 +390,13 @@ def test_weights_of_a_hub(run_world: Any, environment: dict[str, str], url: str)
     with pytest.raises(WrongValueError, match="expected a safetensors file"):
         save({"w": torch.ones(3)}, f"{url}/step-1")
         tte.weights.load({"w": torch.ones(3)}, f"{url}/step-1")
+
+
+def test_a_checkpoint_that_version_0_2_saved_loads(url: str) -> None:
+    folder = ObjectFolder(Location(url))
+    for path in (Path(__file__).parents[1] / "data" / "saved_by_0_2" / "in_a_store").iterdir():
+        folder.put(path.name, path.read_bytes())
+    state: dict[str, Any] = {name: torch.zeros_like(tensor) for name, tensor in whole_tensors().items()}
+    report = tte.load(state, url, prove=True, no_dist=True)
+    assert report.proof is not None and set(report.proof.proved) == set(state)
+    assert all(same_bits(state[name], tensor) for name, tensor in whole_tensors().items())

@@ -28,7 +28,9 @@ def assert_loaded(state: dict[str, Any], **values: Any) -> None:
     assert {name: state[name] for name in values} == values
 
 
-@pytest.mark.parametrize(("folder", "step"), [("native", 7), ("linked/step-1", 7), ("linked/step-2", 8)])
+@pytest.mark.parametrize(
+    ("folder", "step"), [("native", 7), ("linked/step-1", 7), ("linked/step-2", 8), ("in_a_store", 7)]
+)
 def test_checkpoints_load(folder: str, step: int) -> None:
     assert verify(SAVED / folder, is_deep=True).damages == []
     state = blank(step=0, names=[])
@@ -81,8 +83,7 @@ def resume(rank: int, world_size: int) -> tuple[int, dict[str, Any], int, list[i
     model = {name: tte.full_tensor(tensor) for name, tensor in objects["model"].state_dict().items()}
     moments = next(iter(objects["optimizer"].state.values()))
     loader, scheduler = objects["dataloader"], objects["lr_scheduler"].schedulers[0]
-    next(iter(loader))
-    return step, model, int(moments["step"]), [scheduler.last_epoch, *loader.sample_ids.tolist()]
+    return step, model, int(moments["step"]), [scheduler.last_epoch, *next(iter(loader)).tolist()]
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(run_world: Any) -> None:
