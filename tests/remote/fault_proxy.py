@@ -90,7 +90,6 @@ class FaultProxy:
 
     Attributes:
         endpoint: Its own address.
-        most_at_once: The largest number of requests that were in it at one time.
     """
 
     def __init__(self, endpoint: str, *, seed: int = 0) -> None:
@@ -103,7 +102,6 @@ class FaultProxy:
         self._log: list[Exchange] = []
         self._clients: set[Peer] = set()
         self._num_at_once = 0
-        self.most_at_once = 0
 
     def __enter__(self) -> "FaultProxy":
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
@@ -157,7 +155,6 @@ class FaultProxy:
         with self._changed:
             self._rules.clear()
             self._log.clear()
-            self.most_at_once = 0
 
     def log(self) -> list[Exchange]:
         """The requests that were answered or cut, in the order in which they were, each before its client knows."""
@@ -222,7 +219,6 @@ class FaultProxy:
         headers = {name.decode() for name, _ in request.headers}
         with self._changed:
             self._num_at_once += 1
-            self.most_at_once = max(self.most_at_once, self._num_at_once)
             chosen: Rule | None = None
             for rule in self._rules:
                 if rule.method not in (None, request.method.decode()) or not rule.path.search(request.target.decode()):
