@@ -44,15 +44,6 @@ def test_it_says_the_same_as_metadata(tmp_path: Path) -> None:
     assert [place.index for place in one.storage_data] == [place.index for place in other.storage_data]
 
 
-def test_tte_load(tmp_path: Path) -> None:
-    state = mixed_state()
-    tte.save(state, tmp_path, no_dist=True)
-    without_metadata(tmp_path)
-    targets = blank(state)
-    tte.load(targets, tmp_path, no_dist=True)
-    assert differences(targets, state) == []
-
-
 def test_a_save_takes_its_place(tmp_path: Path) -> None:
     for step in range(3):
         state = {"w": torch.full((3,), float(step))}
@@ -95,22 +86,3 @@ def test_every_flipped_bit_of_the_index_is_found(tmp_path: Path) -> None:
         for verify in ("all", "none"):
             with pytest.raises(DamagedCheckpointError, match="there is no .metadata to read without it"):
                 FileReader(tmp_path, verify).read_metadata()  # type: ignore[arg-type]
-
-
-class PlannerWithClasses(tte.SavePlanner):
-    def create_global_plan(self, all_plans: Any) -> Any:
-        plans, metadata = super().create_global_plan(all_plans)
-        metadata.planner_data["own"] = {1, 2}
-        return plans, metadata
-
-
-def test_planner_data_that_only_a_pickle_holds(tmp_path: Path) -> None:
-    tte.save({"w": torch.ones(3)}, storage_writer=FileWriter(tmp_path), planner=PlannerWithClasses(), no_dist=True)
-    assert dcp.FileSystemReader(tmp_path).read_metadata().planner_data["own"] == {1, 2}
-
-
-def test_a_moved_checkpoint(tmp_path: Path) -> None:
-    save({"w": torch.ones(3)}, FileWriter(tmp_path / "a", sync=False), tte.SavePlanner())
-    without_metadata(tmp_path / "a")
-    shutil.move(tmp_path / "a", tmp_path / "b")
-    assert load({"w": torch.zeros(3)}, FileReader(tmp_path / "b"), tte.LoadPlanner())["w"].sum() == 3
