@@ -117,7 +117,7 @@ def read_places(
     return values
 
 
-def _value_of(fqn: str, record: bytes, loads: Callable[[bytes], Any] = containers_of) -> dict[str, Any]:
+def _value_of(fqn: str, record: bytes, loads: Callable[[bytes], Any]) -> dict[str, Any]:
     stream = io.BytesIO(record)
     try:
         with zipfile.ZipFile(stream) as archive:

@@ -9,12 +9,11 @@ from pathlib import Path
 from torchtitan_ext import _core
 
 
-def write_parts(parts: Sequence[tuple[Path, int, int, int]], *, sync: bool = False) -> None:
+def write_parts(parts: Sequence[tuple[Path, int, int, int]]) -> None:
     """Writes memory to files, and starts their write-back.
 
     Args:
         parts: Each a file, the byte at which it is written there, an address, and a number of bytes.
-        sync: Whether to wait until they are on the disk.
 
     Raises:
         OSError: Names the file.
@@ -25,7 +24,7 @@ def write_parts(parts: Sequence[tuple[Path, int, int, int]], *, sync: bool = Fal
     for path, offset, address, num_bytes in parts:
         runs.add_box(files[path], 1, (num_bytes,), address, (1,), offset, (1,))
     runs.write(1, True)
-    runs.finish(1, sync)
+    runs.finish(1, False)
 
 
 def make_file(path: Path, head: bytes, num_bytes: int) -> None:

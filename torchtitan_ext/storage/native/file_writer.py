@@ -359,18 +359,18 @@ class _Batch:
         """Of the host: queued, or to be queued behind tensors of an accelerator."""
         return self._records.queued_bytes + self._waiting_bytes
 
-    def straight(self, portion: Sequence[WriteItem], planner: SavePlanner) -> Callable[[int], int]:
+    def straight(self, items: Sequence[WriteItem], planner: SavePlanner) -> Callable[[int], int]:
         """Adds items from a position on, as far as the planner need not be asked for them; returns the position of the
         first one that was not added."""
-        if not isinstance(planner, HasLocalSources) or not isinstance(portion, ListedWrites):
+        if not isinstance(planner, HasLocalSources) or not isinstance(items, ListedWrites):
             return lambda first: first
-        sources = planner.local_sources(set(portion.in_core.fqns))
+        sources = planner.local_sources(set(items.in_core.fqns))
 
         def add(first: int) -> int:
             if self._buckets is not None:  # these would have to wait behind tensors of an accelerator
                 return first
             room = BATCH_BYTES - self.held_bytes
-            done = portion.in_core.queue(self._records, first, room, sources, self._takes_sums)
+            done = items.in_core.queue(self._records, first, room, sources, self._takes_sums)
             planner.expect_requests(first - done)
             return done
 
