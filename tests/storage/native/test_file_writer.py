@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-import torchtitan_ext as tte
 from torchtitan_ext.errors import WrongValueError
 from torchtitan_ext.storage import FileReader, FileWriter
 from torchtitan_ext.storage.commit import commit
@@ -222,10 +221,3 @@ def test_a_rank_with_nothing_to_write_has_no_file(tmp_path: Path) -> None:
     save({}, FileWriter(tmp_path))
     assert sorted(os.listdir(tmp_path)) == [".metadata", ".tte_index"]
     load({}, FileReader(tmp_path, "all"))
-
-
-def test_the_save_planner_that_drops_in(tmp_path: Path) -> None:
-    tte.save(mixed_state(), storage_writer=FileWriter(tmp_path), no_dist=True)
-    target = blank(mixed_state())
-    tte.load(target, storage_reader=FileReader(tmp_path, "all"), no_dist=True)
-    assert differences(target, mixed_state()) == []

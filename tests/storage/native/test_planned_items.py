@@ -185,14 +185,6 @@ def test_a_save_of_tensors_at_hand_makes_no_items(tmp_path: Path, made: list[str
     assert differences(loaded, state) == []
 
 
-def test_the_rest_of_a_save_gets_items(tmp_path: Path) -> None:
-    state = a_state()
-    tte.save(state, tmp_path, no_dist=True)
-    loaded = zeros()
-    tte.load(loaded, tmp_path, no_dist=True)
-    assert differences(loaded, state) == []
-
-
 def test_items_of_a_save_are_made_once_and_travel(tmp_path: Path) -> None:
     plan = plan_of_save(tte.SavePlanner(), a_state())
     assert isinstance(plan, PlannedWrites) and len(writes_of(plan)) == 5

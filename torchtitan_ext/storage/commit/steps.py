@@ -110,9 +110,9 @@ def steps_among(
     return {number: name for number, name in numbers if number is not None and is_directory(name)}
 
 
-def find_steps(run: Path, pattern: str | None = None) -> dict[int, bool]:
+def find_steps(run: Path) -> dict[int, bool]:
     """The steps of a run, and whether their saves have finished."""
-    return {number: has_finished(path) for number, path in step_paths(run, pattern).items()}
+    return {number: has_finished(path) for number, path in step_paths(run).items()}
 
 
 def step_of(path: str | os.PathLike[str], pattern: str | None = None) -> int | None:

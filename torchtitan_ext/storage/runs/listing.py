@@ -135,7 +135,7 @@ def freed_bytes(steps: Iterable[Path], leftovers: Iterable[Leftover]) -> int:
     return sum(sizes.values())
 
 
-def _list_step(path: Path, number: int, saver: str | None = None, *, is_abandoned: bool = False) -> ListedStep:
+def _list_step(path: Path, number: int, saver: str | None, *, is_abandoned: bool) -> ListedStep:
     """One of ``list_steps``."""
     saver, is_finished = saver or _saver_of(path), has_finished(path)
     found: Format | None = None
