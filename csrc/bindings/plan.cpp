@@ -305,7 +305,6 @@ void define_write_plan(py::module_& module) {
   py::class_<ClassWrites>(module, "ClassWrites", "What a rank writes of keys of one class; see csrc/core/write_plan.h.")
       .def_readonly("section", &ClassWrites::section)
       .def_property_readonly("steps", [](const ClassWrites& writes) { return to_tuple(writes.steps); })
-      .def_readonly("first_chunk", &ClassWrites::first_chunk)
       .def_readonly("keys", &ClassWrites::keys)
       .def_property_readonly("boxes", [](const ClassWrites& writes) {
         py::list boxes;

@@ -7,8 +7,7 @@
 //   rank 0 wants rows 0..6, rank 1 rows 4..10:   pieces 0..4 (rank 0), 4..6 (both), 6..10 (rank 1)
 //
 // Pieces that the same ranks want are dealt out in parts that lie side by side in the files, each to the best rank by
-// `Loads`. A part is larger than the blocks that have
-// checksums, so that nearly all blocks are read, and verified, whole.
+// `Loads`. A part is larger than the blocks that have checksums, so that nearly all blocks are read, and verified, whole.
 //
 // The exchange goes in rounds: ranks read the pieces of a round while those of the round before travel.
 #pragma once

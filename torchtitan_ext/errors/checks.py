@@ -51,12 +51,12 @@ def check_choice(where: str, argument: str, got: object, choices: object) -> Non
         raise value_error(where, argument, got, f"{', '.join(most)} or {last}")
 
 
-def check_count(where: str, argument: str, got: object, *, least: int = 1) -> None:
-    """Raises ``argument_error`` for what is no whole number, and ``value_error`` for one that is too small."""
+def check_count(where: str, argument: str, got: object) -> None:
+    """Raises ``argument_error`` for what is no whole number, and ``value_error`` for one below 1."""
     if isinstance(got, bool) or not isinstance(got, int):
         raise argument_error(where, argument, got, "a whole number")
-    if got < least:
-        raise value_error(where, argument, got, f"at least {least}")
+    if got < 1:
+        raise value_error(where, argument, got, "at least 1")
 
 
 def check_counts(where: str, **counts: object) -> None:
