@@ -17,7 +17,6 @@
 namespace torchtitan_ext::bindings {
 
 namespace py = pybind11;
-using core::AbsentKey;
 using core::BoxTable;
 using core::JointTable;
 using core::TransferPair;
@@ -66,7 +65,6 @@ void register_transfer(py::module_& module) {
       .def("sends", [](const TransferPlan& plan, int64_t rank) { return py::bytes(plan.sends(rank)); })
       .def("receives", [](const TransferPlan& plan, int64_t rank) { return py::bytes(plan.receives(rank)); })
       .def("fills", [](const TransferPlan& plan, int64_t rank) { return py::bytes(plan.fills(rank)); })
-      .def("absent", [](const TransferPlan& plan, int64_t rank) { return py::bytes(plan.absent(rank)); })
       .def_property_readonly("bytes_between", &TransferPlan::bytes_between);
   py::class_<BoxTable>(module, "BoxTable", "One side of an exchange; see torchtitan_ext.ops.exchange_runs_.")
       .def_property_readonly("entries", [](const BoxTable& table) { return py::bytes(bytes_of(table)); })
@@ -80,16 +78,6 @@ void register_transfer(py::module_& module) {
                              })
       .def_readonly("changed", &BoxTable::changed)
       .def_readonly("bytes_of_peer", &BoxTable::bytes_of_peer);
-  py::class_<AbsentKey::Box>(module, "AbsentBox", "See csrc/core/transfer_plan.h.")
-      .def_readonly("chunk", &AbsentKey::Box::chunk)
-      .def_property_readonly("offsets", [](const AbsentKey::Box& one) { return to_tuple(one.box.offsets); })
-      .def_property_readonly("sizes", [](const AbsentKey::Box& one) { return to_tuple(one.box.sizes); })
-      .def_property_readonly("local_offsets",
-                             [](const AbsentKey::Box& one) { return to_tuple(one.box.local_offsets); });
-  py::class_<AbsentKey>(module, "AbsentKey", "What no rank holds of a key; see csrc/core/transfer_plan.h.")
-      .def_readonly("position", &AbsentKey::position)
-      .def_readonly("boxes", &AbsentKey::boxes);
-  module.def("expand_absent", [](const py::bytes& bytes) { return core::expand_absent(to_text(bytes)); });
   module.def(
       "expand_fills",
       [](const py::bytes& bytes, const std::vector<int64_t>& first_tensor) {

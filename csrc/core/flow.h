@@ -1,7 +1,8 @@
 // The model of moves: which boxes of a tensor go from where to where.
 //
 // A *supply* is a box and the ranks that hold it, any of which can give it. A *demand* is a list of boxes that some ranks
-// want, each of them all of these. The *flow* between them has a move for each part that a rank gets. Each rank gets each element that it wants once, from the best holder by `Loads`.
+// want, each of them all of these. The *flow* between them has a move for each part that a rank gets. Each rank gets
+// each element that it wants once, from the best holder by `Loads`.
 //
 //   supplies  rows 0-3: ranks 0, 1    rows 4-7: rank 2      demand  rows 2-5: ranks 1, 3
 //   moves     rows 2-3: 1 -> 1, 0 -> 3                      rows 4-5: 2 -> 1, 2 -> 3
@@ -49,13 +50,6 @@ struct Move {
   BoxView dst;
 };
 
-// A wanted box that nobody holds, wanted by all ranks of a demand.
-struct Absent {
-  size_t demand = 0;
-  uint32_t chunk = 0;
-  Chunk part;
-};
-
 // A part of a wanted box that a map fills with one value, on all ranks of a demand.
 struct Filled {
   size_t demand = 0;
@@ -65,7 +59,6 @@ struct Filled {
 
 struct Flow {
   std::vector<Move> moves;  // by demand, rank that wants, wanted box, supply
-  std::vector<Absent> absent;
   std::vector<Filled> filled;
 };
 
@@ -80,7 +73,7 @@ struct MappedSupplies {
   std::vector<Supply> supplies;
 };
 
-// The same for a tensor that a map makes of others. What a map without pieces makes is absent.
+// The same for a tensor that a map makes of others.
 Flow plan_mapped_flow(const TensorMap& map, std::span<const MappedSupplies> sources, std::span<const Demand> demands,
                       int64_t num_bytes, Loads& loads);
 

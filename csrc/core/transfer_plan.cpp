@@ -212,15 +212,6 @@ struct TransferPlan::Side {
     ++num_boxes[static_cast<size_t>(rank)];
   }
 
-  void add_absent(int64_t rank, uint32_t chunk, const Chunk& box) {
-    WireWriter& out = boxes[static_cast<size_t>(rank)];
-    out.put(chunk);
-    out.put_sizes(box.offsets);
-    out.put_sizes(box.sizes);
-    out.put_sizes(box.local_offsets);
-    ++num_boxes[static_cast<size_t>(rank)];
-  }
-
   // `keys_each`: how many of the keys belong together.
   void finish_pair(const std::vector<uint32_t>& keys, size_t keys_each, int64_t item_bytes, int64_t cast_to,
                    bool is_changed) {
@@ -275,20 +266,17 @@ TransferPlan::TransferPlan(const JointTable& source, const JointTable& target, s
       sent_(std::move(hosts)),
       sends_(source.num_ranks()),
       receives_(source.num_ranks()),
-      absent_(source.num_ranks()),
       fills_(source.num_ranks()) {
   TTE_CHECK(source.num_ranks() == target.num_ranks() && sent_.num_ranks() == source.num_ranks(), "TransferPlan",
             "the source has ", source.num_ranks(), " ranks, the target ", target.num_ranks(),
             ", and there are hosts of ", sent_.num_ranks());
   Side source_side(source_, sends_);
   Side target_side(target_, receives_);
-  Side absent_side(target_, absent_);
   Side filled_side(target_, fills_);
-  for (const TransferPair& pair : pairs) plan_pair(pair, source_side, target_side, absent_side, filled_side);
+  for (const TransferPair& pair : pairs) plan_pair(pair, source_side, target_side, filled_side);
 }
 
-void TransferPlan::plan_pair(const TransferPair& pair, Side& source_side, Side& target_side, Side& absent_side,
-                             Side& filled_side) {
+void TransferPlan::plan_pair(const TransferPair& pair, Side& source_side, Side& target_side, Side& filled_side) {
   const KeyClass& to = target_.classes().at(pair.target_class);
   const std::vector<Demand> demands = demands_of(target_, to);
   const int64_t item_bytes = target_.kind_of(to).itemsize;
@@ -308,11 +296,6 @@ void TransferPlan::plan_pair(const TransferPair& pair, Side& source_side, Side& 
     source_side.add_box(move.src_rank, move.dst_rank, move.source, move.src_chunk, move.src, move.sizes);
     target_side.add_box(move.dst_rank, move.src_rank, 0, move.dst_chunk, move.dst, move.sizes);
   }
-  for (const Absent& absent : flow.absent) {
-    for (const int64_t wanting : demands[absent.demand].ranks) {
-      absent_side.add_absent(wanting, absent.chunk, absent.part);
-    }
-  }
   for (const Filled& filled : flow.filled) {
     for (const int64_t wanting : demands[filled.demand].ranks) {
       filled_side.add_fill(wanting, filled.chunk, filled.fill);
@@ -321,7 +304,6 @@ void TransferPlan::plan_pair(const TransferPair& pair, Side& source_side, Side& 
   const bool is_changed = pair.map || pair.cast_to >= 0;
   source_side.finish_pair(pair.source_keys, pair.sources.size(), item_bytes, pair.cast_to, is_changed);
   target_side.finish_pair(pair.target_keys, 1, item_bytes, -1, is_changed);
-  absent_side.finish_pair(pair.target_keys, 1, item_bytes, -1, is_changed);
   filled_side.finish_pair(pair.target_keys, 1, item_bytes, -1, is_changed);
 }
 
@@ -357,28 +339,6 @@ PairHead get_head(WireReader& in) {
 }
 
 }  // namespace
-
-std::vector<AbsentKey> expand_absent(std::string_view bytes) {
-  WireReader in(bytes, "absent boxes");
-  std::map<int64_t, AbsentKey> keys;
-  while (in.num_left() > 0) {
-    const PairHead head = get_head(in);
-    std::vector<AbsentKey::Box> boxes(in.get_count("boxes", 4));
-    for (auto& [chunk, box] : boxes) {
-      chunk = static_cast<int64_t>(in.get("box of a tensor"));
-      box.offsets = in.get_sizes("offsets of a box");
-      box.sizes = in.get_sizes("sizes of a box");
-      box.local_offsets = in.get_sizes("local offsets of a box");
-    }
-    for (const int64_t position : head.positions) {
-      if (position < 0) in.fail("position of a key", "it is negative");
-      keys[position] = {static_cast<size_t>(position), boxes};
-    }
-  }
-  std::vector<AbsentKey> result;
-  for (auto& [position, key] : keys) result.push_back(std::move(key));
-  return result;
-}
 
 std::vector<std::pair<int64_t, MapFill>> expand_fills(std::string_view bytes,
                                                       const std::vector<int64_t>& first_tensor) {

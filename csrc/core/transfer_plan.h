@@ -77,14 +77,12 @@ class TransferPlan {
   const std::string& receives(int64_t rank) const { return receives_.at(static_cast<size_t>(rank)); }
   // Bytes from each rank to each other rank, and to itself, where there are any.
   const std::map<std::pair<int64_t, int64_t>, int64_t>& bytes_between() const { return bytes_between_; }
-  // What a rank wants and no rank holds, for `expand_absent`.
-  const std::string& absent(int64_t rank) const { return absent_.at(static_cast<size_t>(rank)); }
   // What a rank fills itself, for `expand_fills`.
   const std::string& fills(int64_t rank) const { return fills_.at(static_cast<size_t>(rank)); }
 
  private:
   struct Side;
-  void plan_pair(const TransferPair& pair, Side& source_side, Side& target_side, Side& absent_side, Side& filled_side);
+  void plan_pair(const TransferPair& pair, Side& source_side, Side& target_side, Side& filled_side);
 
   const JointTable& source_;
   const JointTable& target_;
@@ -92,7 +90,6 @@ class TransferPlan {
   std::vector<std::string> sends_;
   std::vector<std::string> receives_;
   std::map<std::pair<int64_t, int64_t>, int64_t> bytes_between_;
-  std::vector<std::string> absent_;
   std::vector<std::string> fills_;
 };
 
@@ -119,19 +116,5 @@ BoxTable expand_transfers(std::string_view bytes, const std::vector<int64_t>& fi
 
 // What a rank fills with values of the map's own, with the tensor of each. Throws WireError.
 std::vector<std::pair<int64_t, MapFill>> expand_fills(std::string_view bytes, const std::vector<int64_t>& first_tensor);
-
-// What a rank wants of one key and no rank holds. `chunk` counts the boxes of a tensor that states them; `offsets` are
-// global, `local_offsets` in the rank's tensor, or in that box.
-struct AbsentKey {
-  struct Box {
-    int64_t chunk = 0;
-    Chunk box;
-  };
-  size_t position = 0;  // in the rank's table
-  std::vector<Box> boxes;
-};
-
-// Writes out what a rank was told is absent. Throws WireError.
-std::vector<AbsentKey> expand_absent(std::string_view bytes);
 
 }  // namespace torchtitan_ext::core
