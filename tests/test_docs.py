@@ -168,7 +168,6 @@ FOUND_ELSEWHERE = {
         "... is the position of ..., which goes on from it on as many ranks as saved",
     ],
     ("report.py", "load: %s"): ["load: "],
-    ("save_phases.py", "save: ...: ..."): ["it counts the step too"],
 }
 
 

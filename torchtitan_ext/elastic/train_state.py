@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan_ext.checkpoint.tables.component import Resharded, SampleAccount, World
+from torchtitan_ext.checkpoint.tables.component import Resharded, World
 from torchtitan_ext.errors import CannotReshardError, check_counts
 
 
@@ -30,7 +30,6 @@ class TrainState:
         self.step = step
         self.samples_seen = samples_seen
         self.tokens_seen = tokens_seen
-        self._begin_counting()
 
     def __repr__(self) -> str:
         return f"TrainState(step={self.step}, samples_seen={self.samples_seen}, tokens_seen={self.tokens_seen})"
@@ -40,19 +39,6 @@ class TrainState:
         self.step += 1
         self.samples_seen += samples
         self.tokens_seen += tokens
-        self._advanced_steps += 1
-        self._advanced_samples += samples
-
-    def sample_account(self) -> SampleAccount:
-        """The samples seen; in doubt where somebody changed ``step`` beside ``advance``, and not the samples."""
-        step, samples = self._first_step + self._advanced_steps, self._first_samples + self._advanced_samples
-        if self._advanced_steps == 0 or self.step == step or self.samples_seen != samples:
-            return SampleAccount(counted=self.samples_seen)
-        doubt = (
-            f"step is {self.step}, but advance() has counted step {step} with {samples} samples; it counts the step "
-            "too: leave out what else changes step"
-        )
-        return SampleAccount(counted=self.samples_seen, doubt=doubt)
 
     def state_dict(self) -> dict[str, int]:
         """Plain ints, equal on all ranks. Not collective."""
@@ -67,7 +53,6 @@ class TrainState:
         self.step, self.samples_seen, self.tokens_seen = (
             int(state_dict[name]) for name in ("step", "samples_seen", "tokens_seen")
         )
-        self._begin_counting()
 
     def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
         """The saved counters as they are; the same for every world. On every rank, not collective, changes nothing.
@@ -93,12 +78,6 @@ class TrainState:
     def reset(self) -> None:
         """Starts counting at zero."""
         self.step = self.samples_seen = self.tokens_seen = 0
-        self._begin_counting()
-
-    def _begin_counting(self) -> None:
-        """Remembers the counts from which ``advance`` goes on."""
-        self._first_step, self._first_samples = self.step, self.samples_seen
-        self._advanced_steps = self._advanced_samples = 0
 
 
 def read_torchtitan_train_state(saved: Mapping[str, Any], *, num_token_ranks: int, seq_len: int) -> dict[str, int]:

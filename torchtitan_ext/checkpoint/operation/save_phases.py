@@ -20,7 +20,7 @@ from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.checkpoint.operation.save_job import SaveJob
 from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.planners.subclasses import check_final_items, set_up_save
-from torchtitan_ext.checkpoint.tables.component import CountsSamples, SampleAccount, disagreeing_counts, is_stateful
+from torchtitan_ext.checkpoint.tables.component import is_stateful
 from torchtitan_ext.dcp_private import storage_setup
 from torchtitan_ext.errors import CheckpointFailedError, differing, only_printed, refusal, warn
 from torchtitan_ext.ranks.exchange import has_backend
@@ -93,25 +93,21 @@ def writer_at(job: SaveJob) -> StorageWriter:
 def ask_for_states(state_dict: Mapping[Any, Any], job: SaveJob, phases: Phases) -> tuple[dict[Any, Any], SaveJob]:
     """The values of a state dict, and the job with what the ranks have agreed on. Collective.
 
-    Asks ``Stateful`` objects for their values, and compares their sample counts.
-    DCP would ask them outside of its collectives: where one raised, the other ranks would wait for this rank.
+    Asks ``Stateful`` objects for their values. DCP would ask them outside of its collectives: where one raised, the
+    other ranks would wait for this rank.
 
     Raises:
         ReplicaMismatchError: Ranks name different places, or write different formats.
     """
     values: dict[Any, Any] = {}
-    accounts: dict[str, SampleAccount] = {}
 
     def ask() -> tuple[str, str | None]:
         for key, value in state_dict.items():
             if is_stateful(value):
                 phases.at(str(key))
-                if isinstance(value, CountsSamples):
-                    accounts[str(key)] = value.sample_account()
                 value = value.state_dict()
             values[key] = value
         if phases.is_coordinator:
-            _warn_of_samples(accounts)
             _warn_of_url(job)
         return _form_of(job), job.on_storage_error.place_of(job.path)
 
@@ -146,20 +142,6 @@ def _warn_of_url(job: SaveJob) -> None:
             "that dies leaves neither, and no checksums, so that loads see no damage; on a mounted directory there "
             f"are both{_WITH_OBSTORE if names_object_store(job.path) else ''}"
         )
-
-
-def _warn_of_samples(accounts: Mapping[str, SampleAccount]) -> None:
-    """Warns at the save of what a load would refuse after the run has ended."""
-    counts = disagreeing_counts(accounts)
-    if counts:
-        listed = ", ".join(f"{name} {count}" for name, count in counts.items())
-        warn(
-            f"save: samples seen by the run: {listed}; a load by a policy will refuse these. Call advance(samples=...) "
-            "of the train state once per step, with the samples of the global batch, and save between steps"
-        )
-    for name, account in accounts.items():
-        if account.doubt:
-            warn(f"save: {name}: {account.doubt}")
 
 
 def _places_of(job: SaveJob) -> list[PlaceOfRank]:

@@ -49,52 +49,20 @@ class Resharded:
     samples_counted: int | None = None
 
 
-@dataclass(frozen=True)
-class SampleAccount:
-    """Samples of the run by the account of one component, over all ranks.
-
-    Attributes:
-        served: That it has served to the run; ``None`` where it serves none.
-        padded: How many more it has served twice, to fill batches.
-        counted: That the run has seen; ``None`` where it does not count them.
-        doubt: What does not fit together in it; a save warns of it.
-    """
-
-    served: int | None = None
-    padded: int = 0
-    counted: int | None = None
-    doubt: str = ""
-
-
-@runtime_checkable
-class CountsSamples(Protocol):
-    """A component whose account a save compares with those of the others, as a load does with what was saved."""
-
-    def sample_account(self) -> SampleAccount:
-        """As of now. Not collective."""
-        ...
-
-
-def disagreeing_counts(accounts: Mapping[str, SampleAccount]) -> dict[str, int]:
-    """All counts by component, where one counts samples that no other has served; otherwise none.
+def disagreeing_states(states: Mapping[Any, Resharded]) -> tuple[list[str], str]:
+    """The components of new states, where one counts samples that no other has served, and all counts as a text.
 
     A run may count the padding of last batches, or not.
     """
-    served = {name: one.served for name, one in accounts.items() if one.served is not None}
-    right = {*served.values(), *(one.padded + one.served for one in accounts.values() if one.served is not None)}
-    counted = {name: one.counted for name, one in accounts.items() if one.counted is not None}
-    wrong = {name: count for name, count in counted.items() if count not in right}
-    return {**served, **wrong} if served and wrong else {}
-
-
-def disagreeing_states(states: Mapping[Any, Resharded]) -> tuple[list[str], str]:
-    """``disagreeing_counts`` of new states by component: names of components, and their counts as a text."""
-    counts = disagreeing_counts(
-        {
-            str(key): SampleAccount(one.samples_seen, one.samples_padded, one.samples_counted)
-            for key, one in states.items()
-        }
-    )
+    served = {str(key): one.samples_seen for key, one in states.items() if one.samples_seen is not None}
+    padded = [one.samples_padded + one.samples_seen for one in states.values() if one.samples_seen is not None]
+    right = {*served.values(), *padded}
+    wrong = {
+        str(key): one.samples_counted
+        for key, one in states.items()
+        if one.samples_counted is not None and one.samples_counted not in right
+    }
+    counts = {**served, **wrong} if served and wrong else {}
     return list(counts), ", ".join(f"{name} {count}" for name, count in counts.items())
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from torchtitan_ext.checkpoint.tables.component import Resharded, SampleAccount, World
+from torchtitan_ext.checkpoint.tables.component import Resharded, World
 from torchtitan_ext.elastic.data.order import OrderName
 from torchtitan_ext.elastic.data.sample_position import SamplePosition
 from torchtitan_ext.elastic.data.sampler import ElasticBatchSampler, Last, LocalBatch, Share
@@ -209,10 +209,6 @@ class ElasticDataLoader:
     def describe(self) -> DataPosition:
         """Where the loader stands after the latest batch; of streams with this rank's shards. Not collective."""
         return read_data_position(self.state_dict())
-
-    def sample_account(self) -> SampleAccount:
-        """The samples that were served; a save compares them with what a ``TrainState`` counts."""
-        return SampleAccount(served=self.samples_seen, padded=self.padded)
 
     def reset(self) -> None:
         """Goes back to the beginning of the first epoch, with the seed of the constructor."""

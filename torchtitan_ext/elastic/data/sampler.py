@@ -25,7 +25,7 @@ import numpy as np
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from torchtitan_ext.checkpoint.tables.component import Resharded, SampleAccount, World
+from torchtitan_ext.checkpoint.tables.component import Resharded, World
 from torchtitan_ext.elastic.data.order import OrderName, check_order, epoch_order
 from torchtitan_ext.elastic.data.sample_position import STATE_KEY, SamplePosition, from_entries, to_common
 from torchtitan_ext.elastic.own_share import data_rank
@@ -245,10 +245,6 @@ class ElasticBatchSampler:
             CannotReshardError: The state was saved over other data.
         """
         self.position, _ = self._read(state_dict)
-
-    def sample_account(self) -> SampleAccount:
-        """See ``CountsSamples``."""
-        return SampleAccount(served=self.position.samples_seen, padded=self.position.padded)
 
     def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
         """See ``Reshardable``."""
