@@ -49,7 +49,7 @@ INNER_ROWS = {
     "checkpoint": [{"tables"}, {"rules"}, {"planners"}, {"staging"}, {"operation"}, {""}],
     "transfer": [
         {"key_sources"},
-        {"endpoint", "phases", "planning", "transport"},
+        {"endpoint", "phases", "planning"},
         {"sent_sums", "side"},
         {"plan"},
         {"state_dicts"},

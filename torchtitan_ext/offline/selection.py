@@ -65,15 +65,15 @@ class Selection:
         chosen = {key: _below(key, fqn, paths[fqn]) for key, fqn in self.keys_of(source).items()}
         return chosen if _is_nesting(chosen.values(), len(paths)) else {key: (key,) for key in chosen}
 
-    def num_bytes_of(self, source: FileSource, *, without: Container[str]) -> int:
-        """The size of the chosen tensors in bytes.
+    def num_bytes_of(self, source: FileSource, dtype: str | None = None, *, without: Container[str] = ()) -> int:
+        """The size of the chosen tensors in bytes, floating-point ones after a cast to ``dtype``.
 
         Args:
             without: Keys of the source that do not count.
         """
         fqns = (fqn for fqn in self.keys_of(source).values() if fqn not in without)
         entries = (source.state.entries[fqn] for fqn in fqns)
-        return sum(one.num_bytes for one in entries if one is not None)
+        return sum(_in_dtype(one, dtype).num_bytes for one in entries if one is not None)
 
     def _is_below(self, fqn: str) -> bool:
         return fqn.startswith(self._begin)
@@ -117,6 +117,7 @@ class SelectedKeys:
         saved = {key: self.reader.entry(fqn) for key, fqn in tensors.items()}
         self.values = [key for key in self.fqns if key not in saved]
         check_plain(source, {tensors[key]: entry for key, entry in saved.items()})
+        self.dtype = dtype
         self.tensors = {key: _in_dtype(entry, dtype) for key, entry in saved.items()}
         self.cast = {key: entry.dtype for key, entry in saved.items() if entry.dtype != self.tensors[key].dtype}
 

@@ -4,7 +4,7 @@ A transfer is a load whose storage is other ranks' memory: the same key tables, 
 refusals. The walk of a call:
 
     state_dicts | dtensors -> endpoint (each rank's two sides) -> planning (the coordinator)
-        -> plan (kept, runs each step) -> transport -> ops.exchange_runs_
+        -> plan (kept, runs each step) -> ops.exchange_runs_
 
 ``key_sources`` says of which keys a transform makes others on the way.
 """

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan_ext import _core
+from torchtitan_ext import _core, ops
 from torchtitan_ext.checkpoint.operation.phases import Phases, checking_arguments
 from torchtitan_ext.errors import Problem, TransferFailedError, check_counts, differing, named, refusal
 from torchtitan_ext.fingerprints import Fingerprint, fingerprint_over
@@ -22,7 +22,6 @@ from torchtitan_ext.transfer.phases import transfer_phases
 from torchtitan_ext.transfer.planning import RankPart, Replicas
 from torchtitan_ext.transfer.sent_sums import different_boxes
 from torchtitan_ext.transfer.side import Side
-from torchtitan_ext.transfer.transport import GroupTransport
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +62,7 @@ class TransferPlan:
         part: RankPart,
         group: dist.ProcessGroup | None,
         *,
-        transport: GroupTransport,
+        bucket_bytes: int,
         timeout_seconds: float,
         replicas: Replicas = "equal",
     ) -> None:
@@ -73,7 +72,8 @@ class TransferPlan:
         self._part = part
         self._group = group
         self._filled = part.filled
-        self._transport = transport
+        self._bucket_bytes = bucket_bytes
+        self._planned: ops.PlannedExchange | None = None
         self._timeout_seconds = timeout_seconds
         self._replicas = replicas
         self._num_runs = 0
@@ -179,20 +179,23 @@ class TransferPlan:
             is_memory=self._source.is_memory and self._target.is_memory,
         )
 
+    @property
+    def _group_name(self) -> str:
+        return "" if self._group is None else self._group.group_name
+
     def _name_of(self, phase: str) -> str:
         """What no other exchange of the group is named, the same on all ranks."""
         return f"{self._part.number:x}/{self._num_runs}/{phase}"
 
     def _exchange(self, run: _Run) -> None:
-        self._transport.exchange(
-            run.sources,
-            run.targets,
-            self._sends.boxes,
-            self._receives.boxes,
-            number=self._part.number if run.is_memory else 0,
-            # gloo closes connections on which it waited so long: the end of the phase does not take as long again
-            timeout_seconds=self._timeout_seconds,
-        )
+        planned = self._planned if run.is_memory else None
+        if planned is None:
+            sides = run.sources, run.targets, self._sends.boxes, self._receives.boxes
+            planned = ops.PlannedExchange(*sides, group_name=self._group_name, bucket_bytes=self._bucket_bytes)
+        if run.is_memory:  # the same in each run
+            self._planned = planned
+        # gloo closes connections on which it waited so long: the end of the phase does not take as long again
+        planned.run(digest=self._part.number if run.is_memory else 0, timeout_seconds=self._timeout_seconds)
         with torch.no_grad():
             for tensor, view, value in self._fills:
                 view_of(run.filled[tensor], view).fill_(value)
@@ -235,7 +238,9 @@ class TransferPlan:
         def compare() -> list[str]:
             sides = run.sources, run.targets, self._sends.boxes, self._receives.boxes
             changed = self._sends.changed, self._receives.changed
-            different = different_boxes(*sides, changed, self._source.device, self._transport, self._timeout_seconds)
+            different = different_boxes(
+                *sides, changed, self._source.device, self._group_name, self._bucket_bytes, self._timeout_seconds
+            )
             return [self._receives.name_of(tensor) for tensor in different]
 
         return phases.on_all("verify", compare, doing="ranks compared sums", exchange_name=self._name_of("sums"))

@@ -12,7 +12,6 @@ from torch import Tensor
 from torchtitan_ext import ops
 from torchtitan_ext.layout.dtensor import local_view
 from torchtitan_ext.state.value_digest import sum_box
-from torchtitan_ext.transfer.transport import GroupTransport
 
 
 def different_boxes(
@@ -22,27 +21,23 @@ def different_boxes(
     receives: Tensor,
     changed: tuple[Sequence[int], Sequence[int]],
     device: torch.device,
-    transport: GroupTransport,
+    group_name: str,
+    bucket_bytes: int,
     timeout_seconds: float,
 ) -> list[int]:
     """Which of the targets have a box that holds other elements than were sent, after casts. Collective.
 
     Args:
-        sources, targets, sends, receives: What was exchanged, as for ``GroupTransport.exchange``.
+        sources, targets, sends, receives: What was exchanged, as for ``ops.exchange_runs_``.
         changed: The numbers of the boxes that are compared, of those sent and of those received.
         device: On which the tensors lie.
     """
     out, received = list(_boxes(sends)), list(_boxes(receives))
     told, own = _sums(out, sources, changed[0], device), _sums(received, targets, changed[1], device)
     expected = torch.empty_like(own)
-    transport.exchange(
-        [told],
-        [expected],
-        _one_number_each(out, changed[0]),
-        _one_number_each(received, changed[1]),
-        number=0,
-        timeout_seconds=timeout_seconds,
-    )
+    tables = _one_number_each(out, changed[0]), _one_number_each(received, changed[1])
+    planned = ops.PlannedExchange([told], [expected], *tables, group_name=group_name, bucket_bytes=bucket_bytes)
+    planned.run(digest=0, timeout_seconds=timeout_seconds)
     return [received[changed[1][at]].tensor for at in (expected != own).nonzero().flatten().tolist()]
 
 

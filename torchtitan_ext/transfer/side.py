@@ -16,7 +16,7 @@ class Side:
     """What a rank sends, or what it receives.
 
     Attributes:
-        boxes: A table of boxes of ``tensors``, as ``GroupTransport.exchange`` takes it.
+        boxes: A table of boxes of ``tensors``, as ``ops.exchange_runs_`` takes it.
         changed: The numbers of the boxes that a cast or a map changes, the same boxes on both sides.
         bytes_of_peer: To or from each rank.
     """

@@ -22,7 +22,6 @@ from torchtitan_ext.transfer.endpoint import Endpoint, State, choose_device, des
 from torchtitan_ext.transfer.phases import transfer_phases
 from torchtitan_ext.transfer.plan import TransferPlan, TransferResult
 from torchtitan_ext.transfer.planning import Offer, Replicas, plan_for_all
-from torchtitan_ext.transfer.transport import GroupTransport
 from torchtitan_ext.transforms import Transform
 
 
@@ -151,7 +150,7 @@ def plan_reshard(
         ends["target"],
         part,
         phases.group,
-        transport=GroupTransport(phases.group, bucket_bytes),
+        bucket_bytes=bucket_bytes,
         timeout_seconds=timeout_seconds,
         replicas=replicas,
     )

@@ -79,29 +79,18 @@ class ReadSharing:
         reason: Why not.
         bytes_wanted: What the ranks want of tensors, all together.
         bytes_once: The same, with what several ranks want counted once.
-        bytes_exchanged: What ranks got from other ranks.
-        read_gb_per_second: Of all ranks together, while they read.
-        exchange_gb_per_second: Of all ranks together, while they exchanged.
-        between_hosts: The same from host to host, by their names; empty on one host.
     """
 
     chosen: bool
     reason: str
     bytes_wanted: int
     bytes_once: int
-    bytes_exchanged: int = 0
-    read_gb_per_second: float = 0.0
-    exchange_gb_per_second: float = 0.0
-    between_hosts: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         wanted = f"ranks wanted {self.bytes_wanted:,} bytes, which are {self.bytes_once:,}"
         if not self.chosen:
             return f"{wanted}, each rank read its own ({self.reason})"
-        pairs = [f"{one} to {other} {rate:.3g}" for (one, other), rate in self.between_hosts.items()]
-        rates = f"read at {self.read_gb_per_second:.3g} GB/s, exchanged at {self.exchange_gb_per_second:.3g} GB/s"
-        rates += f" ({', '.join(pairs)})" if pairs else ""
-        return f"{wanted}, one rank read what several want; {rates}"
+        return f"{wanted}, one rank read what several want"
 
 
 @dataclass(frozen=True)

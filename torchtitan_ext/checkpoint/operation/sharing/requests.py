@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import secrets
-import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torchtitan_ext import _core
@@ -26,7 +25,6 @@ class ShareRequest:
     wanted: bytes
     own_bytes: int
     host: bytes
-    host_name: str
     mark: str
     is_rounded: bool
 
@@ -38,14 +36,12 @@ class ShareDecision:
     Attributes:
         part: For ``_core.RankReads.share``; ``None`` where each rank reads for itself.
         number: Of this plan, the same on all ranks.
-        between_hosts: Bytes from host to host.
     """
 
     part: bytes | None
     number: int
     devices: tuple[str, ...]
     sharing: ReadSharing
-    between_hosts: Mapping[tuple[str, str], int]
 
 
 def request_of(source: PlannedSource, reads: _core.RankReads, phases: Phases) -> ShareRequest:
@@ -53,7 +49,7 @@ def request_of(source: PlannedSource, reads: _core.RankReads, phases: Phases) ->
     message = pack(reads.wanted(find_tags(source, reads.items, phases)))
     # Equal on ranks that number keys and chunks alike.
     mark = getattr(source.opened.reader, "metadata_digest", "") or name_metadata(source.ours.metadata)
-    return ShareRequest(message, reads.own_bytes, host_digest(), socket.gethostname(), mark, source.can_cut)
+    return ShareRequest(message, reads.own_bytes, host_digest(), mark, source.can_cut)
 
 
 def decide(requests: Sequence[ShareRequest]) -> list[ShareDecision]:
@@ -72,17 +68,12 @@ def decide(requests: Sequence[ShareRequest]) -> list[ShareDecision]:
         why_not = "no bytes are wanted by several ranks"
     if why_not:
         sharing = replace(sharing, reason=why_not)
-        return [ShareDecision(None, 0, (), sharing, {})] * len(requests)
+        return [ShareDecision(None, 0, (), sharing)] * len(requests)
     plan.assign(_MOST_ROUNDS if all(request.is_rounded for request in requests) else 1)
-    between: dict[tuple[str, str], int] = {}
-    for (reading, wanting), num_bytes in plan.bytes_between.items():
-        pair = requests[reading].host_name, requests[wanting].host_name
-        between[pair] = between.get(pair, 0) + num_bytes
     common = ShareDecision(
         b"",
         secrets.randbits(62),
         tuple(plan.devices),
         replace(sharing, chosen=True),
-        between,
     )
     return [replace(common, part=pack(plan.part_message(rank))) for rank in range(len(requests))]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
@@ -22,21 +20,8 @@ from torchtitan_ext.checkpoint.tables.key_table import unpack
 R = TypeVar("R")
 
 
-class Done(NamedTuple):
-    """What one rank has done in a step, or all of them."""
-
-    read_seconds: float = 0.0
-    exchange_seconds: float = 0.0
-    bytes_read: int = 0
-    bytes_received: int = 0
-
-
 class Rounds:
-    """The rounds of one load on this rank.
-
-    Attributes:
-        done: What all ranks have done; the seconds are those of the slowest rank in each step.
-    """
+    """The rounds of one load on this rank."""
 
     def __init__(
         self,
@@ -46,7 +31,6 @@ class Rounds:
         phases: Phases,
         reader: ThreadPoolExecutor,
     ) -> None:
-        self.done = Done()
         assert decision.part is not None, "ranks share nothing, please report"
         reads.share(unpack(decision.part))
         self._source = source
@@ -59,34 +43,27 @@ class Rounds:
     def step(self, number: int | None) -> None:
         """Reads this rank's part of a round, if one is left, while the one before travels. Collective."""
 
-        def read() -> Done:
+        def read() -> None:
             self._unsent = []
-            if number is None:
-                return Done()
-            found = self._reads.reads(number)
-            self._unsent = self._prepare(number)
-            begin = time.perf_counter()
-            self._source.read(in_file_order(found.items, self._source.ours.metadata))
-            return Done(read_seconds=time.perf_counter() - begin, bytes_read=found.num_bytes)
+            if number is not None:
+                found = self._reads.reads(number)
+                self._unsent = self._prepare(number)
+                self._source.read(in_file_order(found.items, self._source.ours.metadata))
 
-        def work() -> Done:
+        def work() -> None:
             unsent = self._unsent
             if not unsent:
                 return read()
             # Whatever fails in the other thread: this rank takes part in the exchange, for which others wait.
             reading = self._reader.submit(_like_this_thread(read))
             try:
-                seconds, num_bytes = self._exchange(unsent)
+                self._exchange(unsent)
             finally:
                 error = reading.exception()  # nothing is left behind that writes into targets
             if error is not None:
                 raise error
-            return reading.result()._replace(exchange_seconds=seconds, bytes_received=num_bytes)
 
-        of_ranks = self._phases.on_all("read", work)
-        *seconds, of_read, of_received = zip(*of_ranks, strict=True)
-        done = (*map(max, seconds), sum(of_read), sum(of_received))
-        self.done = Done._make(map(operator.add, self.done, done))
+        self._phases.on_all("read", work)
 
     def _prepare(self, number: int) -> list[_Sent]:
         """What a round sends to those who want it too, once it is read, per device."""
@@ -98,9 +75,7 @@ class Rounds:
             prepared.append(_Sent(name, sources, targets, *tables))
         return prepared
 
-    def _exchange(self, unsent: Sequence[_Sent]) -> tuple[float, int]:
-        """The seconds, and the bytes that this rank receives."""
-        begin, num_bytes = time.perf_counter(), 0
+    def _exchange(self, unsent: Sequence[_Sent]) -> None:
         for sent in unsent:
             ops.exchange_runs_(
                 sent.sources,
@@ -112,9 +87,7 @@ class Rounds:
                 timeout_seconds=self._phases.timeout_seconds,
             )
             if sent.device == "cuda":
-                torch.cuda.current_stream().synchronize()  # else the time says nothing
-            num_bytes += sum(target.nbytes for target in sent.targets)
-        return time.perf_counter() - begin, num_bytes
+                torch.cuda.current_stream().synchronize()  # what fails on the device fails in this phase
 
     def _tensor_of(self, item: ReadItem) -> Tensor:
         return self._source.ours.resolve_tensor(item).detach()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.operation.component_plans import PlannedSource
@@ -67,15 +67,4 @@ def read_sharing(source: PlannedSource, phases: Phases) -> ReadSharing:
         rounds = Rounds(source, reads, decision, phases, reader)
         for number in [*range(reads.num_rounds), None]:
             rounds.step(number)
-    seconds = max(rounds.done.exchange_seconds, 1e-9)
-    return replace(
-        decision.sharing,
-        bytes_exchanged=rounds.done.bytes_received,
-        read_gb_per_second=rounds.done.bytes_read / max(rounds.done.read_seconds, 1e-9) / 1e9,
-        exchange_gb_per_second=rounds.done.bytes_received / seconds / 1e9,
-        between_hosts={
-            pair: num_bytes / seconds / 1e9
-            for pair, num_bytes in decision.between_hosts.items()
-            if len(decision.between_hosts) > 1
-        },
-    )
+    return decision.sharing
