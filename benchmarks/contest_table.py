@@ -78,10 +78,8 @@ def of_synced_files(results: dict[str, Any]) -> str:
 
 
 def of_rates(results: dict[str, Any]) -> str:
-    """On two processes, and starts of the most samples; without ``state_dict()``, a millisecond or two."""
-    starts = {case: row for case, row in results["starts"].items() if "1 billion" in case or "ours" not in case}
-    rates = {case: rows for case, rows in results.items() if case[0] != "1"}
-    return of_loaders({**rates, "starts": starts}).rpartition("\n\n")[0]
+    """On two processes, without starts and states."""
+    return of_loaders({case: rows for case, rows in results.items() if case[0] != "1"}).split("\n\n")[0]
 
 
 def rate_and_wait(row: Row) -> str:
