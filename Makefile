@@ -69,7 +69,7 @@ test-torch install-torch:
 	  $(MAKE) TORCH="torch==$$version" VENV=".venv-torch-$$version" BUILD="build/torch-$$version" $(WITH_TORCH)
 torch-alone: $(STAMPS)/torch
 test-of-torch: build $(STAMPS)/test
-	$(PYTEST) -p tested_versions --tested-versions "make test-torch" $(TORCH_TESTS)
+	$(PYTEST) $(TORCH_TESTS)
 NEWEST_TORCH = $(PYTHON) -m pip index versions torch 2>/dev/null | sed -n 's/^torch (\(.*\))$$/\1/p'
 
 clients: $(STAMPS)/clients  ## Install other people's libraries, which some tests need (Python 3.11+)

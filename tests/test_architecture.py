@@ -225,7 +225,7 @@ def test_calls_have_few_options() -> None:
         parameters = inspect.signature(call).parameters.values()
         counts[call.__name__] = sum(one.kind is one.KEYWORD_ONLY for one in parameters)
         get_type_hints(call)
-    assert counts == {"save": 9, "async_save": 9, "load": 13}
+    assert counts == {"save": 6, "async_save": 6, "load": 12}
 
 
 def test_no_two_test_modules_have_one_name() -> None:

@@ -127,14 +127,12 @@ def llama_2d() -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.sampled(0)
-@pytest.mark.slow
 def test_train_llama_2d_succeeds(llama_2d: subprocess.CompletedProcess[str]) -> None:
     assert llama_2d.returncode == 0, llama_2d.stdout + llama_2d.stderr
     assert "Warning" not in llama_2d.stderr
 
 
 @pytest.mark.sampled(0)
-@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp 2 x tp 2", "dp 4 x tp 2", "dp_replicate 2 x dp_shard 2 x tp 2", "one process"])
 def test_train_llama_2d_resumes_bit_for_bit(llama_2d: subprocess.CompletedProcess[str], mesh: str) -> None:
     # 120: 30 parameters, and for each of them step, exp_avg and exp_avg_sq.
@@ -145,7 +143,6 @@ def test_train_llama_2d_resumes_bit_for_bit(llama_2d: subprocess.CompletedProces
 
 
 @pytest.mark.sampled(0)
-@pytest.mark.slow
 def test_train_llama_2d_shows_what_stock_says(llama_2d: subprocess.CompletedProcess[str]) -> None:
     answers = re.findall(r"^  stock PyTorch +(.*)$", llama_2d.stdout, re.MULTILINE)
     assert len(answers) == 3, llama_2d.stdout
@@ -154,7 +151,6 @@ def test_train_llama_2d_shows_what_stock_says(llama_2d: subprocess.CompletedProc
 
 
 @pytest.mark.sampled(0)
-@pytest.mark.slow
 def test_elastic_8_to_16() -> None:
     finished = run_example("elastic_8_to_16.py")
     assert finished.returncode == 0, finished.stdout + finished.stderr

@@ -1,6 +1,5 @@
 """The device that stands in for an accelerator (``late_device.cpp``): its streams run late, and our ops run on them."""
 
-import time
 from typing import Any
 
 import late
@@ -120,9 +119,6 @@ def check_blocking_copies(rank: int, world_size: int) -> None:
     unpinned = torch.empty(1000, dtype=torch.int64)
     unpinned.copy_(there, non_blocking=True)  # as on a GPU: only pinned memory is copied behind one's back
     assert torch.equal(unpinned, torch.arange(1000))
-    begin = time.monotonic()
-    pinned.copy_(there, non_blocking=True)
-    assert time.monotonic() - begin < 0.4
     torch.accelerator.current_stream().synchronize()
     late.set_delay(0.0015)
 

@@ -241,8 +241,6 @@ def test_a_file_that_is_gone(tmp_path: Path) -> None:
 def test_a_state_that_is_not_transformed_by_a_checkpoint(tmp_path: Path) -> None:
     rules = Transform([Rule("w", "v"), Rule("b", "b")])
     truth = {"v": WEIGHTS["w"], "b": WEIGHTS["b"]}
-    told = "save the state as it is, and transform it by a load, or by torchtitan-ext reshard --transform"
-    refused(told, lambda: tte.save(WEIGHTS, tmp_path / "a", transform=rules))
     tte.save(WEIGHTS, tmp_path / "a")
     assert is_saved(tmp_path / "a", truth, transform=rules)
     (tmp_path / "rules.json").write_text(rules.to_json())
@@ -414,8 +412,7 @@ def scheduler_of(step_size: int) -> ElasticLRScheduler:
 def test_states_of_different_moments(tmp_path: Path) -> None:
     train, loader = TrainState(), ElasticDataLoader(range(12), batch_size=4)
     next(iter(loader))
-    with pytest.warns(UserWarning, match="and save between steps"):
-        tte.save({"train": train, "data": loader}, tmp_path / "a")
+    tte.save({"train": train, "data": loader}, tmp_path / "a")
     train.advance(samples=4)
     tte.save({"train": train, "data": loader}, tmp_path / "b")
 
@@ -549,8 +546,7 @@ def test_patched_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with monkeypatch.context() as patch:
         patch.setattr(state_dict_loader, "_load_state_dict", lambda *args, **kwargs: stock(*args, **kwargs))
         refused("before; install first, or without it", tte.install)
-    refused("expected a local directory", lambda: tte.install(fallback="memory://x"))
-    tte.install(fallback=tmp_path / "fallback")
+    tte.install()
     try:
         dcp.save(dict(WEIGHTS), checkpoint_id=tmp_path / "a", no_dist=True)
         ours = state_dict_loader._load_state_dict

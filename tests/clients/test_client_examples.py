@@ -51,7 +51,6 @@ def losses(printed: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+): loss (\d+\.\d{4})$", printed, re.M)}
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("library", "name", "old", "new"),

@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("ray.train", reason="`make test-clients` installs Ray", exc_type=ImportError)
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 JOB = Path(__file__).parents[1] / "support" / "ray_job.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_train.py"

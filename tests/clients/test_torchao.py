@@ -223,7 +223,6 @@ def next_jobs(
     return losses
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [AdamW8bit, AdamW4bit, AdamWFp8])
 def test_losses_go_on_from_four_to_two_to_three_ranks(
     run_world, tmp_path: Path, optimizer: type[torch.optim.Optimizer]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lost_worlds import GROUP_TIMEOUT_SECONDS, LATEST_SECONDS, end_rank, run_losing_world
 
 import torchtitan_ext as tte
-from torchtitan_ext.checkpoint.operation.sharing.rounds import Rounds
+from torchtitan_ext.checkpoint.operation.share_reads import Rounds
 from torchtitan_ext.errors import CheckpointFailedError, LostRankError, TorchtitanExtError
 from torchtitan_ext.ranks import watch
 

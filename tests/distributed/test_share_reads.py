@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import torchtitan_ext as tte
-from torchtitan_ext.checkpoint.operation.sharing import requests
+from torchtitan_ext.checkpoint.operation import share_reads as sharing
 from torchtitan_ext.errors import CheckpointFailedError, StateRefusedError, WrongValueError
 from torchtitan_ext.storage import FileReader
 
@@ -271,7 +271,7 @@ def load_on_hosts(rank: int, world_size: int, path: Path) -> None:
     truth = {"w": torch.arange(1000.0), "v": torch.arange(7)}
     tte.save(truth, path)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(requests, "host_digest", lambda: b"one" if rank < 2 else b"two")
+        monkeypatch.setattr(sharing, "host_digest", lambda: b"one" if rank < 2 else b"two")
         for share_reads, times in ((False, 4), (True, 1)):
             state = {name: torch.zeros_like(value) for name, value in truth.items()}
             reader, policy = FileReader(path), tte.elastic.ElasticPolicy()

@@ -150,7 +150,6 @@ def unread(rank: int, world_size: int, path: Path) -> list[int]:
     return [token for token in words + [t for entry in entries for t in entry["stream"]["labels"]] if token > 2]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("async_mode", "num_workers"), [("disabled", 0), ("async", 2), ("async_with_pinned_mem", 1)])
 def test_4_ranks_of_torchtitan_to_2_to_8_to_1(run_world, tmp_path: Path, async_mode: str, num_workers: int) -> None:
     served = Counter(word for words in run_world(4, begin, tmp_path) for word in words)
@@ -178,7 +177,6 @@ def refuse(rank: int, world_size: int, path: Path) -> str:
     return str(refusal.value)
 
 
-@pytest.mark.slow
 def test_torchtitans_own_loader_is_refused_or_reset(run_world, tmp_path: Path) -> None:
     run_world(4, begin, tmp_path)
     for world_size, reason in ((2, "would be dropped"), (8, "ranks that the save did not have")):

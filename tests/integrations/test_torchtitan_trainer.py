@@ -17,7 +17,6 @@ pytest.importorskip("tokenizers")
 from titan_training import OVERRIDES, STEP, command_of, environment_of, make_assets, train
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("async_mode", "num_workers"), [("disabled", 0), ("async_with_pinned_mem", 2)])
 def test_two_ranks_to_one(tmp_path: Path, async_mode: str, num_workers: int) -> None:
@@ -39,7 +38,6 @@ def test_two_ranks_to_one(tmp_path: Path, async_mode: str, num_workers: int) -> 
     assert f"step 2, {2 * 4 * 32} tokens of the run" in log
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_last_save_for_the_hub_begins_another_run(tmp_path: Path) -> None:
     """Llama 3 by torchtitan's adapter, which turns the rows of two matrices, from two ranks to one."""
@@ -61,7 +59,6 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("loader", ["torchtitan's", "elastic_data"])
 def test_a_trainer_that_gets_a_signal_saves_and_exits(tmp_path: Path, loader: str) -> None:

@@ -25,7 +25,6 @@ runpy.run_path({path!r}, run_name="__main__")
 """
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_ranks_to_one(
     tmp_path: Path, url: str, object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch

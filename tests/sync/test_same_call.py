@@ -163,7 +163,6 @@ def fuzz(rank: int, world_size: int) -> list[str]:
     return texts
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_fuzzed_mismatches(run_world, world_size: int) -> None:
     answers = run_world(world_size, fuzz, timeout_seconds=300)

@@ -6,8 +6,6 @@ Where stock gives back what was saved, so do we, and each reads what the other w
 
 import collections
 import shutil
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,13 +37,12 @@ OURS = Side(tte.SavePlanner, tte.LoadPlanner)
 TRUSTING = Side(tte.SavePlanner, lambda: tte.LoadPlanner(weights_only=False))
 
 
-def save(side: Side, state: dict[str, Any], path: Path) -> tuple[BaseException | None, float]:
-    begin = time.thread_time()
+def save(side: Side, state: dict[str, Any], path: Path) -> BaseException | None:
     try:
         dcp.save(state, checkpoint_id=path, planner=side.save_planner(), no_dist=True)
     except (Exception, CheckpointException) as error:
-        return error, 0.0
-    return None, time.thread_time() - begin
+        return error
+    return None
 
 
 def outcome(side: Side, state: dict[str, Any], path: Path) -> str:
@@ -64,8 +61,8 @@ def test_random_states_in_four_directions(tmp_path: Path) -> None:
     for seed in range(NUM_STATES):
         state = random_state(seed)
         by_stock, by_us = tmp_path / "stock", tmp_path / "ours"
-        stock_error, _ = save(STOCK, state, by_stock)
-        our_error, _ = save(OURS, state, by_us)
+        stock_error = save(STOCK, state, by_stock)
+        our_error = save(OURS, state, by_us)
         assert our_error is None, (seed, our_error)
         for path in [by_us, *([] if stock_error else [by_stock])]:
             assert not verify(path, is_deep=True).damages, seed
@@ -89,19 +86,3 @@ def test_random_states_in_four_directions(tmp_path: Path) -> None:
         shutil.rmtree(by_stock)
         shutil.rmtree(by_us)
     assert outcomes["equal"] > NUM_STATES // 2, outcomes
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("ignore")
-def test_a_save_takes_no_more_than_twice_the_time_of_stock(tmp_path: Path) -> None:
-    """Of processor time, over the states: single ones take milliseconds, and other processes are felt."""
-    ratios = []
-    for seed in range(NUM_STATES // 5):
-        state = random_state(seed)
-        seconds: dict[Side, float] = {}
-        for side in (STOCK, OURS):
-            runs = [save(side, state, tmp_path) for _ in range(3)]
-            seconds[side] = min((taken for error, taken in runs if error is None), default=0.0)
-        if seconds[STOCK] > 0:
-            ratios.append(seconds[OURS] / seconds[STOCK])
-    assert len(ratios) > NUM_STATES // 10 and statistics.median(ratios) < 2, sorted(ratios)

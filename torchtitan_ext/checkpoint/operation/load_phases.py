@@ -35,7 +35,7 @@ from torchtitan_ext.checkpoint.operation.component_plans import (
 )
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.checkpoint.operation.prove import check_has_sums, check_keeps_tensors, prove_load
-from torchtitan_ext.checkpoint.operation.sharing.share_reads import (
+from torchtitan_ext.checkpoint.operation.share_reads import (
     ShareOffer,
     is_worth_asking,
     offer,
