@@ -49,8 +49,8 @@ INNER_ROWS = {
     "checkpoint": [{"tables"}, {"rules"}, {"planners"}, {"staging"}, {"operation"}, {""}],
     "transfer": [
         {"key_sources"},
-        {"endpoint", "phases", "planning"},
-        {"sent_sums", "side"},
+        {"endpoint", "planning"},
+        {"sent_sums"},
         {"plan"},
         {"state_dicts"},
         {"dtensors"},

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from calls import Done, call
-from states import step_of_run
+from states import save_of_run, step_of_run
 
 import torchtitan_ext as tte
 from torchtitan_ext.cli.output import FINE, UNREADABLE, WRONG_USAGE
@@ -113,9 +113,9 @@ def test_a_save_warns_once_for_a_run() -> None:
 )
 def test_what_cannot_be_there_is_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(WrongValueError, match=told):
-        tte.save({"step": 1}, "memory://urls/refused/step-1", no_dist=True, **options)
+        save_of_run({"step": 1}, "memory://urls/refused/step-1", no_dist=True, **options)
     with pytest.raises(WrongValueError, match=told):
-        tte.async_save({"step": 1}, "memory://urls/refused/step-1", **options)
+        save_of_run({"step": 1}, "memory://urls/refused/step-1", is_async=True, **options)
     assert tte.latest("memory://urls/refused") is None
 
 

@@ -124,7 +124,8 @@ def tables_of(metadata: Metadata) -> bytes:
 
 
 def _text(text: str) -> bytes:
-    return struct.pack("<I", len(text.encode())) + text.encode()
+    content = os.fsencode(text)
+    return struct.pack("<I", len(content)) + content
 
 
 def _plain(value: Any) -> bytes:

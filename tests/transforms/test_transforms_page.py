@@ -11,12 +11,10 @@ from torchtitan_ext.transforms import Transform
 PAGE = (Path(__file__).parents[2] / "docs" / "use" / "transforms.md").read_text()
 
 
-def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    first, in_blocks = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    (first,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     (text,) = re.findall(r"```json\n(.*?)```", PAGE, re.S)
     names: dict[str, Any] = {}
     exec(first, names)
     assert Transform.from_json(text) == names["transform"]
-    exec(in_blocks, names)
-    assert names["engine"]["layers.0.w_scale_inv"].all()

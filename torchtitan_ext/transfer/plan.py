@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchtitan_ext import _core, ops
 from torchtitan_ext.checkpoint.operation.phases import Phases, checking_arguments
-from torchtitan_ext.errors import Problem, TransferFailedError, check_counts, differing, named, refusal
+from torchtitan_ext.errors import (
+    CheckpointFailedError,
+    Problem,
+    TransferFailedError,
+    check_counts,
+    differing,
+    named,
+    refusal,
+)
 from torchtitan_ext.fingerprints import Fingerprint, fingerprint_over
 from torchtitan_ext.layout.dtensor import view_of
 from torchtitan_ext.ranks.groups import position_in
 from torchtitan_ext.transfer.endpoint import Endpoint
-from torchtitan_ext.transfer.phases import transfer_phases
 from torchtitan_ext.transfer.planning import RankPart, Replicas
 from torchtitan_ext.transfer.sent_sums import different_boxes
-from torchtitan_ext.transfer.side import Side
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +85,8 @@ class TransferPlan:
         self._timeout_seconds = timeout_seconds
         self._replicas = replicas
         self._num_runs = 0
-        self._sends = Side(source, part.sends, is_filled=False)
-        self._receives = Side(target, part.receives, is_filled=True)
+        self._sends = _Side(source, part.sends, is_filled=False)
+        self._receives = _Side(target, part.receives, is_filled=True)
         self._fills = _core.expand_fills(part.fills, target.first_tensor)
 
     def run(self, *, version: int | None = None, verify: bool = False) -> TransferResult:
@@ -285,3 +293,55 @@ def _differing(offers: Sequence[_Offer]) -> list[Problem]:
     plans = differing("plan", [offer.plan for offer in offers], show=None, advice="run plans in one order on all ranks")
     verify = differing("verify", [offer.verify for offer in offers])
     return (plans or verify)[:1]
+
+
+class _Side:
+    """What a rank sends, or what it receives: which boxes of which tensors.
+
+    Attributes:
+        boxes: A table of boxes of ``tensors``, as ``ops.exchange_runs_`` takes it.
+        changed: The numbers of the boxes that a cast or a map changes, the same boxes on both sides.
+        bytes_of_peer: To or from each rank.
+    """
+
+    def __init__(self, endpoint: Endpoint, told: bytes, *, is_filled: bool) -> None:
+        """``told``: what the plan tells this rank, for ``_core.expand_transfers``."""
+        table = _core.expand_transfers(told, endpoint.first_tensor, len(endpoint.tensors))
+        entries = bytearray(table.entries)
+        nothing = torch.empty(0, dtype=torch.int64, device="cpu")
+        self.boxes = torch.frombuffer(entries, dtype=torch.int64) if entries else nothing
+        self.changed: Sequence[int] = table.changed
+        self.bytes_of_peer: Mapping[int, int] = table.bytes_of_peer
+        self._endpoint, self._views, self._is_filled = endpoint, table.views, is_filled
+        self._kept: list[Tensor] | None = None
+
+    def tensors(self, memory: Sequence[Tensor]) -> list[Tensor]:
+        """The memory of the endpoint's tensors and, behind it, views of some of them: of what a map moves.
+
+        Of tensors that are filled by views alone stand-ins without elements remain, since no two may share memory.
+        Views of memory that stays from run to run are made once.
+        """
+        if self._kept is not None:
+            return self._kept
+        tensors = list(memory)
+        for number, view in self._views:
+            tensors.append(view_of(memory[number], view))
+            if self._is_filled:
+                tensors[number] = memory[number].new_empty(0)
+        self._kept = tensors if self._endpoint.is_memory else None
+        return tensors
+
+    def name_of(self, tensor: int) -> str:
+        """The key of one of ``tensors``."""
+        in_memory = len(self._endpoint.tensors)
+        return self._endpoint.names[tensor if tensor < in_memory else self._views[tensor - in_memory][0]]
+
+
+@contextmanager
+def transfer_phases(group: dist.ProcessGroup | None, timeout_seconds: float) -> Iterator[Phases]:
+    """Phases over a group. What would be a CheckpointFailedError is a TransferFailedError."""
+    try:
+        with Phases("reshard", group, timeout_seconds=timeout_seconds) as phases:
+            yield phases
+    except CheckpointFailedError as error:
+        raise TransferFailedError(error.operation, error.failures, error.undefined, error.step) from None

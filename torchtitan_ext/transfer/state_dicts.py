@@ -19,8 +19,7 @@ from torchtitan_ext.errors import check_argument, check_counts
 from torchtitan_ext.layout.layout import ShardOrder
 from torchtitan_ext.ranks.exchange import check_usable
 from torchtitan_ext.transfer.endpoint import Endpoint, State, choose_device, describe_endpoint, shared_memory_problems
-from torchtitan_ext.transfer.phases import transfer_phases
-from torchtitan_ext.transfer.plan import TransferPlan, TransferResult
+from torchtitan_ext.transfer.plan import TransferPlan, TransferResult, transfer_phases
 from torchtitan_ext.transfer.planning import Offer, Replicas, plan_for_all
 from torchtitan_ext.transforms import Transform
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoints import tables_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from states import save
@@ -32,11 +31,9 @@ from torchtitan_ext.storage import FileReader, FileWriter
 from torchtitan_ext.storage.metadata.metadata_file import (
     columns_of,
     encode_metadata,
-    metadata_of,
     parse_metadata,
     storage_meta_fields,
 )
-from torchtitan_ext.storage.metadata.saved_metadata import parse_tables
 
 NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=300)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.uint16])
@@ -134,8 +131,6 @@ def test_random_metadata(metadata: Metadata, written: tuple[list[RankFile], dict
     assert_same_in_any_order(pickle.loads(content), expected)
     assert_same_in_any_order(parse_metadata(content), expected)
     assert encode_metadata(metadata, files) == content
-
-    assert_same_in_any_order(metadata_of(parse_tables(tables_of(expected), files, Path("index"))), expected)
 
 
 def assert_same_in_any_order(parsed: Metadata, expected: Metadata) -> None:

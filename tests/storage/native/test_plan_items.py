@@ -255,7 +255,3 @@ def test_a_save_queues_up_to_the_first_item_that_is_not_at_hand(tmp_path: Path) 
     assert queue(1, 1 << 20, sources) == 5
     without = {fqn: one for fqn, one in sources.items() if fqn != "w3"}
     assert queue(1, 1 << 20, without) == 4
-    some = writes.select([4, 0])
-    assert some.in_core.fqns == ["w3", "value"] and [item.index.fqn for item in some] == some.in_core.fqns
-    assert (writes.in_core.num_bytes, some.in_core.num_bytes) == (64, 16)
-    assert some.in_core.queue(records, 0, 1 << 20, sources, False) == 1

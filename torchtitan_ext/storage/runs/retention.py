@@ -19,12 +19,12 @@ from torchtitan_ext.storage.commit.leftovers import (
     remove_files,
     stage_path,
 )
-from torchtitan_ext.storage.commit.steps import has_finished, own_pattern, step_of, step_paths
+from torchtitan_ext.storage.commit.steps import has_finished, own_pattern, step_of, step_paths, steps_among
 from torchtitan_ext.storage.inspect.verify import is_whole
 from torchtitan_ext.storage.location import Location, Place, is_in_object_store, is_local
 from torchtitan_ext.storage.metadata.saved_metadata import ranks_with_metadata
+from torchtitan_ext.storage.objects.folder import ObjectFolder
 from torchtitan_ext.storage.objects.leftovers import remove_object_step
-from torchtitan_ext.storage.objects.steps import latest_object_step
 from torchtitan_ext.storage.runs.remote_steps import remote_steps
 
 
@@ -59,7 +59,7 @@ def latest(run_dir: str | os.PathLike[str], *, step_pattern: str | None = None) 
     if is_local(run_dir):
         return latest_path(Path(run_dir), step_pattern)
     if is_in_object_store(run_dir):
-        step = latest_object_step(Location(run_dir), step_pattern)
+        step = _latest_object_step(Location(run_dir), step_pattern)
         return None if step is None else str(step)
     steps = remote_steps(os.fspath(run_dir), step_pattern).finished
     return steps[max(steps)] if steps else None
@@ -177,3 +177,17 @@ def remove_empty_branches(run: Path) -> None:
             folder.rmdir()
     if not branches_aside(run) and (run / ABANDONED).is_dir() and not os.listdir(run / ABANDONED):
         (run / ABANDONED).rmdir()
+
+
+def _latest_object_step(run: Location, pattern: str | None = None) -> Location | None:
+    """The newest finished step of a run; ``None`` without one. Asks the store of no step below it.
+
+    Args:
+        pattern: How the run names its steps, as in ``step_paths``.
+    """
+    folder = ObjectFolder(run)
+    names = steps_among(folder.folders(), pattern)
+    for number in sorted(names, reverse=True):
+        if folder.stamp(f"{names[number]}/.metadata") is not None:
+            return run / names[number]
+    return None
