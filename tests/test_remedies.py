@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from calls import call
 from remedies import is_saved, refused
+from states import save_of_run
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
@@ -598,10 +599,6 @@ def test_steps_of_several_checkpoints(tmp_path: Path) -> None:
 def test_a_run_whose_disk_is_away(tmp_path: Path) -> None:
     run, fallback = tmp_path / "run", tmp_path / "fallback"
 
-    def save(step: int) -> None:
-        with tte.CheckpointManager(run, fallback=fallback, asynchronous=False) as manager:
-            manager.save(state(), step)
-
     def is_resumed(step: int | None = None) -> bool:
         target = state(1)
         with tte.CheckpointManager(run, fallback=fallback) as manager:
@@ -609,7 +606,7 @@ def test_a_run_whose_disk_is_away(tmp_path: Path) -> None:
         return digest_value(target) == digest_value(state())
 
     run.write_text("no directory")
-    save(3)
+    save_of_run(state(), run / "step-3", fallback=fallback)
     run.unlink()
     told = refused("to go on from the fallback", is_resumed)
     assert is_resumed(int(re.search(r"pass step=(\d+)", told)[1]))  # type: ignore[index]
@@ -618,7 +615,7 @@ def test_a_run_whose_disk_is_away(tmp_path: Path) -> None:
     assert is_resumed()
     shutil.rmtree(run)
     shutil.rmtree(re.search(r"the fallback (\S+) has step", told)[1])  # type: ignore[index]
-    save(1)
+    tte.save(state(), run / "step-1")
     assert is_resumed()
 
 
