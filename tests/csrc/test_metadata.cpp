@@ -18,6 +18,8 @@ namespace torchtitan_ext {
 namespace {
 
 using core::MetadataColumns;
+using core::SavedChunk;
+using core::SavedKey;
 using core::SavedPart;
 
 int num_fuzz_cases() {
