@@ -1,12 +1,13 @@
 """Fixtures that all tests share."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
 
-import extent
 import late
 import pytest
+import tier
 import torch
 from gloo_worlds import WorldPool, on_a_gpu, show_no_progress
 from hypothesis import settings
@@ -16,10 +17,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Ray tells its makers what is used otherwise.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
-# The suite draws the same examples each time, on every machine; the soak draws others each time.
-settings.register_profile("suite", derandomize=True, deadline=None, database=None)
-settings.register_profile("soak", deadline=None, database=None)
-settings.load_profile("soak" if extent.SOAK > 1 else "suite")
+# At commit hypothesis draws the same examples each time, on every machine; the other tiers draw others each time.
+settings.register_profile("commit", derandomize=True, deadline=None, database=None)
+settings.register_profile("others", deadline=None, database=None)
+settings.load_profile("commit" if tier.TIER == "commit" else "others")
+
+# How many tests each part of the nightly tier has; under "" the cases of long lists that are not drawn.
+LEFT = pytest.StashKey[dict[str, int]]()
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
@@ -65,14 +69,32 @@ def run_on_accelerator(request: pytest.FixtureRequest) -> Callable[..., list[Any
 
 
 def pytest_report_header() -> str:
-    how_much = f"TTE_SOAK={extent.SOAK}" if extent.SOAK > 1 else "full" if extent.IS_FULL else "a sample"
-    return f"tests: {how_much}, TTE_SEED={extent.SEED}"
+    return f"tier: {os.environ.get('TTE_TIER', 'commit')}, factor {tier.SOAK}, TTE_SEED={tier.SEED}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # A test that is named by the caller runs.
     if not any("::" in argument for argument in config.args):
-        config.hook.pytest_deselected(items=extent.keep_sampled(items))
+        left = tier.keep_tier(items)
+        config.stash[LEFT] = Counter(map(tier.part_of, left))
+        config.hook.pytest_deselected(items=left)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[LEFT] = node.workeroutput["left"]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left"] = dict(session.config.stash.get(LEFT, {}))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    left = config.stash.get(LEFT, {})
+    if tier.TIER == "commit" and left:
+        parts = ", ".join(f"{part} {count}" for part, count in sorted(left.items()) if part)
+        terminalreporter.write_line(f"left to `make nightly`: {parts}; of long lists {left.get('', 0)} cases")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from extent import SOAK
 from gloo_worlds import LONGEST_SECONDS
 from python_group import PythonGroup, register
 from states import DTYPES, bits, random_tensor
+from tier import SOAK
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 

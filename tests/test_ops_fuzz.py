@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from extent import num_cases
 from test_ops import bits, box, random_tensor, reference_pack
+from tier import num_cases
 from torch import Tensor
 
 from torchtitan_ext import ops

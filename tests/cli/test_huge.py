@@ -13,7 +13,7 @@ import pytest
 import torch
 from calls import call
 from checkpoints import tables_of, with_tables
-from extent import IS_FULL, SOAK
+from tier import RUNS_ALL, SOAK
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -29,7 +29,7 @@ from torchtitan_ext.storage import FileWriter
 from torchtitan_ext.storage.formats.safetensors_files import lay_out
 
 ROOT = Path(__file__).parents[2]
-NUM_KEYS = 100_000 if IS_FULL else 25_000
+NUM_KEYS = 100_000 if RUNS_ALL else 25_000
 NUM_COPIED = NUM_KEYS if SOAK > 1 else NUM_KEYS // 10
 NUM_RANKS = 1024 if SOAK > 1 else 32
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from extent import SOAK
 from lost_worlds import GROUP_TIMEOUT_SECONDS, LATEST_SECONDS, end_rank, run_losing_world
+from tier import SOAK
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.device_mesh import init_device_mesh

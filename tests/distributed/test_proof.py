@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from boxed_tensors import CASES, cut, parts
 from checkpoints import with_tables, without_metadata
-from extent import SOAK
 from models import local_of, poison
 from random_layouts import MESH_SHAPES, build, random_layouts, random_truth
+from tier import SOAK
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 

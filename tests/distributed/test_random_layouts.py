@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from extent import SOAK
 from gloo_worlds import on_a_gpu
 from models import differences, poison
 from random_layouts import build, random_layouts, random_truth
+from tier import SOAK
 
 import torchtitan_ext as tte
 

@@ -17,13 +17,13 @@ import boxed_tensors
 import pytest
 import torch
 import torch.distributed as dist
-from extent import SOAK
 from models import BY_NAME, EVEN, UNEVEN, build_model, build_whole, differences, poison, random_whole
 from random_layouts import SideOfTransfer, build, random_layouts
 from reference import same_bits
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from safetensors.torch import save_model as save_by_the_library
+from tier import SOAK
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from extent import SOAK
 from models import local_of, poison
 from random_layouts import build, random_layouts, random_truth
 from reference import same_bits
+from tier import SOAK
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor

@@ -6,9 +6,9 @@ import pytest
 import reference
 import torch
 from agreement_oracle import missing_ranks, replica_key
-from extent import num_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tier import num_cases
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 

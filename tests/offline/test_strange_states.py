@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import random_bits, save_as
-from extent import SOAK
+from tier import SOAK
 
 import torchtitan_ext as tte
 from torchtitan_ext.offline.compare.diff import DiffReport, diff

@@ -17,13 +17,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoints import DTYPES, random_bits, tensors
 from data.saved_by_0_2.generate import whole_tensors
-from extent import SOAK
 from models import differences, poison
 from object_server import ObjectServer
 from random_layouts import build, random_layouts, random_truth
 from reference import same_bits
 from safetensors.torch import load_file
 from safetensors.torch import save as serialize
+from tier import SOAK
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh

@@ -16,11 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from calls import call
-from extent import SOAK
 from fault_proxy import FaultProxy
 from object_server import ObjectServer
 from ranks_of_stores import hurried_in_store as in_store
 from request_faults import Fault
+from tier import SOAK
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import warm_processes
 from checkpoints import flip_byte
-from extent import num_cases
 from lost_worlds import end_rank, run_losing_world
 from models import BY_NAME, EVEN, UNEVEN, build_model, build_optimizer, build_whole, differences, leaves, take_steps
+from tier import num_cases
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, get_state_dict
 from torch.distributed.checkpoint.stateful import Stateful

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from extent import IS_FULL, SEED, num_cases
 from file_faults import fast_folder
 from killed_jobs import Begin, Fault, Flip, Job, JobServer, Look, Refusal
 from missing_tools import skip_or_fail
 from mounts import why_forbidden
+from tier import RUNS_ALL, SEED, num_cases
 
 NUM_RUNS = num_cases(20, share=1.0)
-WORLD_SIZES = [*[1] * 9, *[2] * 8, *[4] * 2, 8] if IS_FULL else [1, 1, 1, 2]
+WORLD_SIZES = [*[1] * 9, *[2] * 8, *[4] * 2, 8] if RUNS_ALL else [1, 1, 1, 2]
 
 
 class Step(NamedTuple):

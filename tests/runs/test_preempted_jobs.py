@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from extent import SEED, num_cases
 from preempted_job import EVERY, STOPPED, loss_of, train
+from tier import SEED, num_cases
 
 from torchtitan_ext.storage.inspect.verify import find_damage
 

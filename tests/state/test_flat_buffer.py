@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from boxed_tensors import boxed, states_of
-from extent import SOAK
 from models import local_of
 from random_layouts import build, random_layouts, random_tensor
 from reference import same_bits
+from tier import SOAK
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.two_tensor import TwoTensor

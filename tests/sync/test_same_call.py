@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from extent import num_cases
 from gloo_worlds import LONGEST_SECONDS
 from models import EVEN, LAYOUTS, build_model, local_of
+from tier import num_cases
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 

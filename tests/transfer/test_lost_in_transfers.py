@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from extent import SOAK
 from gloo_worlds import LONGEST_SECONDS
 from lost_worlds import GROUP_TIMEOUT_SECONDS, LATEST_SECONDS, end_rank, run_losing_world
+from tier import SOAK
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 

@@ -5,10 +5,10 @@ import random
 from typing import Any
 
 import pytest
-from extent import SOAK
 from gloo_worlds import on_a_gpu
 from models import differences, poison
 from random_layouts import SideOfTransfer, random_tensor
+from tier import SOAK
 
 import torchtitan_ext as tte
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from boxed_tensors import cut, parts
-from extent import SEED, num_cases
 from models import BY_NAME, UNEVEN, build_model, build_optimizer, differences, poison, random_whole, take_steps
 from random_layouts import ALL_DTYPES, SideOfTransfer
 from random_transforms import Composition
+from tier import SEED, num_cases
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from extent import SOAK
 from models import random_whole
 from random_layouts import build, random_layouts
 from random_transforms import Composition
 from reference import same_bits
 from safetensors.torch import load_file
+from tier import SOAK
 from transformed_states import DIM, HEAD_DIM, HEADS, TRANSFORM, saved_state, wanted_state
 
 import torchtitan_ext as tte

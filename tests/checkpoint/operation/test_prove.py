@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from extent import SOAK, num_cases
 from random_states import are_equal, blank, holds, is_foreign, random_state
+from tier import SOAK, num_cases
 from torch import nn
 
 import torchtitan_ext as tte

@@ -9,7 +9,7 @@ from typing import Any
 import agreement_oracle as oracle
 import pytest
 import torch
-from extent import num_cases
+from tier import num_cases
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.planners.items import metadata_entries, metadata_paths, write_items

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from extent import SOAK, num_cases
 from random_states import are_equal, blank, holds, is_foreign, is_walked_by_us_only, random_state
+from tier import SOAK, num_cases
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 

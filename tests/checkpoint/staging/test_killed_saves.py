@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import warm_processes
-from extent import SOAK
+from tier import SOAK
 
 import torchtitan_ext as tte
 

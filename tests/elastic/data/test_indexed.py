@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-from extent import SOAK
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tier import SOAK
 
 from torchtitan_ext.elastic import ElasticDataLoader, IndexedStreams
 from torchtitan_ext.elastic.data.indexed import IndexedPart, run_of

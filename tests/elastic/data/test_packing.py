@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from extent import SOAK
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_loaders import MAX_RANKS, Counted, Ranks
+from tier import SOAK
 
 from torchtitan_ext.elastic import ElasticDataLoader, IndexedStreams, PackedTokens, Streams
 

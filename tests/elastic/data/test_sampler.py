@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from extent import SOAK
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_loaders import Ranks
+from tier import SOAK
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from torchtitan_ext.elastic import ElasticBatchSampler, ElasticDataLoader

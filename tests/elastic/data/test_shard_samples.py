@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from extent import SOAK
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_loaders import Counted, Ranks
+from tier import SOAK
 
 from torchtitan_ext.elastic import ElasticDataLoader, Streams
 from torchtitan_ext.elastic.data.shard_samples import Mark, SamplePosition, ShardSamples

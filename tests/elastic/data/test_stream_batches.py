@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from extent import SOAK
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_loaders import Counted, Ranks
+from tier import SOAK
 
 from torchtitan_ext.elastic import ElasticDataLoader, Streams
 from torchtitan_ext.errors import CannotReshardError

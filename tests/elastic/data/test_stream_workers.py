@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from extent import SOAK
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_loaders import Counted, Ranks
+from tier import SOAK
 
 from torchtitan_ext.elastic import ElasticDataLoader, IndexedStreams, PackedTokens, Streams, StreamWorkerError
 from torchtitan_ext.elastic.data import workers

@@ -11,14 +11,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from extent import IS_FULL, SEED, SOAK, sampled
 from fault_field import SCENARIOS, Field, Scenario
 from file_faults import Case, FaultServer
 from lossy_disk import read_log
+from tier import RUNS_ALL, SEED, SOAK, sampled
 
 WORLD_SIZES = (1, 2) if SOAK == 1 else (1, 2, 4)
 ERRORS = [errno.ENOSPC] if SOAK == 1 else [errno.ENOSPC, errno.EIO, errno.EROFS]
-NUM_RANDOM_KILLS = 50 * SOAK if SOAK > 1 else 8 if IS_FULL else 2
+NUM_RANDOM_KILLS = 50 * SOAK if SOAK > 1 else 8 if RUNS_ALL else 2
 
 
 def points(num_calls: int, rank: int, world_size: int) -> list[int]:
@@ -29,7 +29,7 @@ def points(num_calls: int, rank: int, world_size: int) -> list[int]:
     # The last one lies behind the commit.
     if world_size == 1:
         return [*sampled(every[:-1], 0.25, str(num_calls)), num_calls]
-    return sorted(random.Random(SEED + rank).sample(every, min(4 if IS_FULL else 1, num_calls)))
+    return sorted(random.Random(SEED + rank).sample(every, min(4 if RUNS_ALL else 1, num_calls)))
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -76,7 +76,7 @@ def test_an_error_at_every_operation(fault_server: FaultServer, fast_path: Path,
             assert os.strerror(code) in outcome.ranks[0] and len(outcome.ranks[0].splitlines()) <= 5, outcome
         field.check(outcome)
     print(f"{scenario.name}, {errno.errorcode[code]}: {num_calls} calls failed, {errors} of them failed the save")
-    assert errors >= (10 if IS_FULL else 3)
+    assert errors >= (10 if RUNS_ALL else 3)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from extent import SOAK
 from fault_field import SCENARIOS, Field, Scenario
 from file_faults import FaultServer, loaded_value
 from lossy_disk import LossyDisk, choices, read_log
 from missing_tools import skip_or_fail
+from tier import SOAK
 
 import torchtitan_ext as tte
 from torchtitan_ext import _core

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from extent import sampled
 from states import blank, differences, load, mixed_state, random_tensor, save
+from tier import sampled
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchtitan_ext as tte

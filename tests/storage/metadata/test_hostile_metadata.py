@@ -18,10 +18,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import without_metadata
-from extent import num_cases
 from limits import in_limits
 from states import save
 from test_metadata_file import stock_file, with_names, with_properties
+from tier import num_cases
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import torchtitan_ext as tte

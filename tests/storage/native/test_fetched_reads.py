@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from extent import num_cases
 from fetched_reads import fetch
+from tier import num_cases
 
 import torchtitan_ext as tte
 from torchtitan_ext import _core

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from casts import FLOATS, without_nan
-from extent import num_cases
 from fetched_reads import fetch
 from states import bits, load, save
+from tier import num_cases
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 

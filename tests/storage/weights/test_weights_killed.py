@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from extent import IS_FULL, SEED, SOAK, sampled
 from file_faults import Case, FaultServer, Outcome, tensors_of
 from safetensors.torch import load_file
+from tier import RUNS_ALL, SEED, SOAK, sampled
 
 INDEX = "model.safetensors.index.json"
 
@@ -127,7 +127,7 @@ def test_kill_at_every_operation(
         assert len(every) >= (10 if rank == 0 else 2)
         points = [*sampled(every[:-1], 0.25, scenario.name), every[-1]]
         if SOAK == 1 and world_size > 1:
-            points = sorted(random.Random(SEED + rank).sample(every, 2 if IS_FULL else 1))
+            points = sorted(random.Random(SEED + rank).sample(every, 2 if RUNS_ALL else 1))
         for at in points:
             outcome = field.save(rank=rank, at=at)
             assert outcome.ranks[rank] == "killed"

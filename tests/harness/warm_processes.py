@@ -25,8 +25,8 @@ from multiprocessing.connection import Connection
 from typing import IO, Any
 
 import torch
-from extent import IS_FULL
 from gloo_worlds import GLOO_AT_EXIT, fork_children_from_my_server, fork_server
+from tier import RUNS_ALL
 
 Stream = int | IO[Any] | None
 """`subprocess.PIPE`, `subprocess.STDOUT`, an open file, or `None` for that of this process."""
@@ -129,7 +129,7 @@ def torchrun(num_ranks: int, *command: object, timeout: float = 240) -> subproce
 
     Its code is 1 where a rank fails, which ends the others.
     """
-    run_ranks = _run_torchrun if IS_FULL else _run_warm_ranks
+    run_ranks = _run_torchrun if RUNS_ALL else _run_warm_ranks
     for _ in range(3):
         done = run_ranks(num_ranks, [str(part) for part in command], timeout)
         if GLOO_AT_EXIT not in done.stderr:
