@@ -112,7 +112,12 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    return without_missing_clients((yield))
+    report = without_missing_clients((yield))
+    text = str(report.longrepr)
+    if text != text.encode(errors="replace").decode():
+        # A worker that cannot send its report ends, and the run with it.
+        report.longrepr = text.encode(errors="backslashreplace").decode()
+    return report
 
 
 def without_missing_clients(report: Report) -> Report:
