@@ -3,13 +3,13 @@
 #   TORCH=torch==2.13.0  the torch to install: pip's own choice of build, on most machines that for CUDA (gigabytes)
 #   VENV=path            a virtual environment of yours: a torch that is there already is used as it is
 #   JOBS=2               compile jobs
-#   TEST_JOBS=3          test processes; each starts worlds of up to eight more
-#   TTE_SEED=7           what `make test` draws of the cases that `make test-full` runs
+#   TEST_JOBS=2          test processes; each starts worlds of more
+#   PART=lost            of `make nightly`: lost, kills, servers, clients, pages, memory, draw, torch, rehearsal
+#   TTE_SEED=7           what `make nightly PART=draw` draws; fresh each time unless given
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 JOBS ?= $(shell nproc)
-# One more than cores: some tests wait for ranks that do not come.
-TEST_JOBS ?= $(shell expr $$(nproc) + 1)
+TEST_JOBS ?= $(shell nproc)
 VENV ?= .venv
 BUILD ?= build/dev
 
@@ -21,8 +21,9 @@ SHELL := /bin/bash
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
-# The tests of a file share checkpoints and worlds: they stay together.
-PYTEST = $(VENV)/bin/pytest --numprocesses $(TEST_JOBS) --dist loadfile
+# The tests of a file share checkpoints and worlds: they stay together, and the file that takes longest comes first.
+PYTEST = TTE_LATE_DEVICE="$(abspath $(BUILD))/late_device.so" $(PYTEST_ALONE)
+PYTEST_ALONE = $(VENV)/bin/pytest --numprocesses $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 CMAKE := $(VENV)/bin/cmake
 # Two builds in one directory at once break each other.
 LOCK = flock $(BUILD)/.lock
@@ -30,7 +31,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 CPP_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh tests/csrc/*.cpp tests/csrc/*.h tests/support/*.cpp benchmarks/*.cpp)
 PY_PATHS := torchtitan_ext tests examples benchmarks
 
-.PHONY: sanitize sanitize-asan sanitize-tsan help demo build test test-full test-torch install-torch torch-alone test-of-torch test-cpp test-python clients test-clients soak wheel lint format clean
+.PHONY: sanitize sanitize-asan sanitize-tsan help demo build test nightly nightly-tests nightly-torch nightly-rehearsal torch-alone test-cpp test-python clients soak wheel lint format clean
 
 help:  ## Say what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -43,46 +44,55 @@ build: $(STAMPS)/package  ## Compile what changed and put it into .venv
 	@$(LOCK) $(CMAKE) --install $(BUILD) --component python \
 	  --prefix "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("platlib"))')" >/dev/null
 
-test: test-cpp test-python  ## C++ through ctest, then pytest: a sample where there are many cases
-
-test-full: export TTE_TESTS := full
-test-full: test-cpp test-python  ## All cases: half an hour
+test: test-cpp test-python  ## The commit tier: C++ through ctest, then pytest; says what it leaves to `make nightly`
 
 test-cpp: $(STAMPS)/gtest $(STAMPS)/package
 	$(LOCK) $(CMAKE) -S . -B $(BUILD) -DTTE_BUILD_TESTS=ON >/dev/null
 	$(LOCK) $(CMAKE) --build $(BUILD) --target core_tests
 	$(VENV)/bin/ctest --test-dir $(BUILD) --output-on-failure
 
-test-python: build $(STAMPS)/test
+test-python: build $(STAMPS)/test $(STAMPS)/gtest
+	$(LOCK) $(CMAKE) -S . -B $(BUILD) -DTTE_BUILD_TESTS=ON >/dev/null
+	$(LOCK) $(CMAKE) --build $(BUILD) --target late_device
 	$(PYTEST)
 
-# Any torch in an environment and a build of its own, beside .venv: `make test-torch TORCH=2.15.0`. What depends on torch most.
+# What a part runs stands in tests/harness/tier.py. Each part takes at most 20 minutes of two cores; counts, commit and seed go to
+# benchmarks/results/nightly_<part>.json. `.ci/run` fails where that of a part was committed too long ago.
+nightly: export TTE_SEED ?= $(shell od -An -N2 -tu2 /dev/urandom | tr -d ' ')
+nightly:  ## What a commit leaves out, in parts: PART=lost, kills, servers, clients, pages, memory, draw, torch or rehearsal
+	@test -n "$(PART)" || { echo "make nightly PART=...: lost kills servers clients pages memory draw torch rehearsal" >&2; exit 1; }
+	mkdir -p build && rm -f build/nightly.xml
+	$(MAKE) $(if $(filter torch rehearsal,$(PART)),nightly-$(PART),nightly-tests) || status=$$?; \
+	  $(PY) benchmarks/tier_results.py nightly build/nightly.xml --part "$(PART)"; exit $${status:-0}
+
+nightly-tests: export TTE_TIER := nightly:$(PART)
+nightly-tests: export TTE_REQUIRE_CLIENTS := 1
+nightly-tests: $(STAMPS)/clients test-python
+nightly-tests: PYTEST += --timeout 1200 --junitxml build/nightly.xml
+
+# One core beside four loops that only take time: what fails here would fail on somebody's busy machine.
+nightly-rehearsal: test-cpp $(STAMPS)/test
+	trap 'kill $$(jobs -p)' EXIT; for loop in 1 2 3 4; do taskset -c 0 sh -c 'while :; do :; done' & done; \
+	  taskset -c 0 $(MAKE) test-python TEST_JOBS=2 PYTEST="$(PYTEST) --timeout 3000 --junitxml build/nightly.xml"
+
+# Any torch in an environment and a build of its own, beside .venv: `make nightly PART=torch TORCH=2.15.0`, the newest one by default.
 TORCH_VERSION = $(patsubst torch==%,%,$(TORCH))
-TORCH_TESTS := tests/distributed tests/layout tests/checkpoint/planners tests/storage tests/test_ops.py tests/test_op_library.py \
-  tests/test_import.py tests/integrations/test_install.py
-test-torch: WITH_TORCH = test-of-torch
-install-torch: WITH_TORCH = torch-alone
-test-torch:  ## The tests of what depends on torch, with another one: TORCH=2.15.0, or TORCH=newest
-install-torch:  ## That torch alone, in the environment of these tests
-test-torch install-torch:
-	@version=$(TORCH_VERSION); if [ "$$version" = newest ]; then version=$$($(NEWEST_TORCH)); fi; \
-	  $(MAKE) TORCH="torch==$$version" VENV=".venv-torch-$$version" BUILD="build/torch-$$version" $(WITH_TORCH)
-torch-alone: $(STAMPS)/torch
-test-of-torch: build $(STAMPS)/test
-	$(PYTEST) $(TORCH_TESTS)
+TORCH_TESTS := tests/distributed tests/layout tests/checkpoint/planners tests/storage/native tests/storage/commit tests/test_ops.py \
+  tests/test_op_library.py tests/test_import.py tests/integrations/test_install.py
+nightly-torch:
+	@version=$(if $(filter command,$(origin TORCH)),$(TORCH_VERSION),$$($(NEWEST_TORCH))); \
+	  $(MAKE) TORCH="torch==$$version" VENV=".venv-torch-$$version" BUILD="build/torch-$$version" test-python \
+	    PYTEST='TTE_LATE_DEVICE="$(CURDIR)/build/torch-'$$version'/late_device.so" .venv-torch-'$$version'/bin/pytest \
+	      --numprocesses $(TEST_JOBS) --dist loadfile --junitxml build/nightly.xml $(TORCH_TESTS)'
 NEWEST_TORCH = $(PYTHON) -m pip index versions torch 2>/dev/null | sed -n 's/^torch (\(.*\))$$/\1/p'
 
 clients: $(STAMPS)/clients  ## Install other people's libraries, which some tests need (Python 3.11+)
 
-test-clients: build $(STAMPS)/clients  ## The tests that need these libraries, which it installs
-	TTE_REQUIRE_CLIENTS=1 $(PYTEST) $(CLIENT_TESTS)
-# What `make test` skips where a library is missing.
-CLIENT_TESTS = $(shell grep -rl --include='test_*.py' 'pytest.importorskip' tests)
-
+soak: export TTE_TIER := soak
 soak: export TTE_SOAK ?= 10
 soak: build $(STAMPS)/test  ## The property tests and fuzzers with TTE_SOAK=10 times the cases, or SOAK_TESTS alone; counts in benchmarks/results
 	$(PYTEST) -m "not needs_cuda" --timeout 7200 --junitxml build/soak.xml $(SOAK_TESTS) || status=$$?; \
-	  $(PY) benchmarks/soak_results.py build/soak.xml; exit $${status:-0}
+	  $(PY) benchmarks/tier_results.py soak build/soak.xml; exit $${status:-0}
 SOAK_TESTS = $(shell grep -rlE --include='test_*.py' 'SOAK|num_cases' tests)
 
 # Python cannot run sanitized code from the editable install: each sanitizer has a small environment of its own beside its build,

@@ -11,6 +11,7 @@ import tier
 import torch
 from gloo_worlds import WorldPool, on_a_gpu, show_no_progress
 from hypothesis import settings
+from kept_state import kept_state
 
 # Libraries of Hugging Face ask their hub otherwise, and wait for it where there is no network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -29,7 +30,14 @@ Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 
 @pytest.fixture(autouse=True)
-def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A later test of this process finds it as this one has found it."""
+    with kept_state(request.node.nodeid):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_progress(nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow operations print no lines among those that a test reads; a test of the lines sets its own delays."""
     show_no_progress(monkeypatch.setattr)
 
@@ -51,8 +59,7 @@ def run_world(world_pool: WorldPool) -> Callable[..., list[Any]]:
 @pytest.fixture(scope="session")
 def run_late_world() -> Iterator[Callable[..., list[Any]]]:
     """As `run_world`, in processes whose accelerator is the device "late" (``late_device.cpp``)."""
-    late.skip_without_compiler()
-    late.build()
+    late.library()
     pool = WorldPool(backend=late.BACKENDS, set_up=late.load)
     yield pool.run
     pool.close()
@@ -78,6 +85,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left = tier.keep_tier(items)
         config.stash[LEFT] = Counter(map(tier.part_of, left))
         config.hook.pytest_deselected(items=left)
+        items[:] = tier.longest_first(items)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kept_state import kept_state
 from tier import SOAK
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -273,7 +274,8 @@ def run_task(rank: int, world_size: int, backend: str, store_path: str | None, t
         if store_path is not None:
             set_up_process_group(rank, world_size, backend, store_path)
         function, args = pickle.loads(task)
-        answer = pickle.dumps(("result", function(rank, world_size, *args)))
+        with kept_state(f"{function.__qualname__} on rank {rank}"):
+            answer = pickle.dumps(("result", function(rank, world_size, *args)))
         if store_path is not None:
             # Nobody closes a connection on which another rank still works.
             dist.barrier()

@@ -3,13 +3,8 @@
 A process has one accelerator: load it in processes of its own, as the fixture ``run_late_world`` does.
 """
 
-import fcntl
 import functools
-import hashlib
 import os
-import shutil
-import subprocess
-import tempfile
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,42 +17,25 @@ from missing_tools import skip_or_fail
 
 from torchtitan_ext import ops
 
-SOURCE = Path(__file__).with_name("late_device.cpp")
+ROOT = Path(__file__).resolve().parents[2]
 BACKENDS = "cpu:gloo,late:gloo"
-COMPILER = os.environ.get("CXX", "c++")
 FRESH_BYTE = 0xA5
 """What memory of the device and pinned memory is filled with when it is made."""
 
 
-def skip_without_compiler() -> None:
-    if shutil.which(COMPILER) is None:
-        skip_or_fail("no C++ compiler, which the device `late` needs")
-
-
-def build() -> Path:
-    """The compiled library; made once for a source, a torch and a user of this machine."""
-    root = Path(torch.__file__).parent
-    includes = [f"-isystem{root / 'include'}", f"-isystem{root / 'include/torch/csrc/api/include'}"]
-    libraries = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{root / 'lib'}"]
-    command = [COMPILER, "-std=c++20", "-O1", "-shared", "-fPIC", *includes, str(SOURCE), *libraries]
-    digest = hashlib.sha256(f"{torch.__version__} {command}".encode() + SOURCE.read_bytes()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"tte_late_{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    library = folder / f"late_{digest}.so"
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not library.exists():
-            made = library.with_suffix(".new")
-            subprocess.run([*command, "-o", str(made)], check=True)
-            made.rename(library)
-    return library
+def library() -> Path:
+    """What ``make`` has built of ``late_device.cpp``, beside the torch of this environment."""
+    path = Path(os.environ.get("TTE_LATE_DEVICE", ROOT / "build" / "dev" / "late_device.so"))
+    if not path.exists():
+        skip_or_fail(f"{path}, the device `late`, is not there: `make build/dev/late_device.so` builds it")
+    return path
 
 
 def load() -> None:
     """Makes "late" the accelerator of this process."""
     if "late" in vars(torch):
         return
-    torch.ops.load_library(build())
+    torch.ops.load_library(library())
     torch.utils.rename_privateuse1_backend("late")
     torch._register_device_module("late", _device_module())
     torch.utils.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
