@@ -22,8 +22,8 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 # The tests of a file share checkpoints and worlds: they stay together, and the file that takes longest comes first.
-PYTEST = TTE_LATE_DEVICE="$(abspath $(BUILD))/late_device.so" $(PYTEST_ALONE)
-PYTEST_ALONE = $(VENV)/bin/pytest --numprocesses $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST = TTE_LATE_DEVICE="$(abspath $(BUILD))/late_device.so" $(VENV)/bin/pytest \
+  --numprocesses $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 CMAKE := $(VENV)/bin/cmake
 # Two builds in one directory at once break each other.
 LOCK = flock $(BUILD)/.lock
@@ -31,7 +31,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 CPP_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh tests/csrc/*.cpp tests/csrc/*.h tests/support/*.cpp benchmarks/*.cpp)
 PY_PATHS := torchtitan_ext tests examples benchmarks
 
-.PHONY: sanitize sanitize-asan sanitize-tsan help demo build test nightly nightly-tests nightly-torch nightly-rehearsal torch-alone test-cpp test-python clients soak wheel lint format clean
+.PHONY: sanitize sanitize-asan sanitize-tsan help demo build test nightly nightly-torch nightly-rehearsal test-cpp test-python clients soak wheel lint format clean
 
 help:  ## Say what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -59,31 +59,30 @@ test-python: build $(STAMPS)/test $(STAMPS)/gtest
 # What a part runs stands in tests/harness/tier.py. Each part takes at most 20 minutes of two cores; counts, commit and seed go to
 # benchmarks/results/nightly_<part>.json. `.ci/run` fails where that of a part was committed too long ago.
 nightly: export TTE_SEED ?= $(shell od -An -N2 -tu2 /dev/urandom | tr -d ' ')
-nightly:  ## What a commit leaves out, in parts: PART=lost, kills, servers, clients, pages, memory, draw, torch or rehearsal
+nightly: $(STAMPS)/clients  ## What a commit leaves out: PART=lost, kills, servers, clients, pages, memory, draw, torch or rehearsal
 	@test -n "$(PART)" || { echo "make nightly PART=...: lost kills servers clients pages memory draw torch rehearsal" >&2; exit 1; }
-	mkdir -p build && rm -f build/nightly.xml
-	$(MAKE) $(if $(filter torch rehearsal,$(PART)),nightly-$(PART),nightly-tests) || status=$$?; \
-	  $(PY) benchmarks/tier_results.py nightly build/nightly.xml --part "$(PART)"; exit $${status:-0}
+	mkdir -p build && rm -f $(NIGHTLY_XML)
+	$(MAKE) nightly-$(PART) PYTEST_ARGS="--timeout 1200 --junitxml $(NIGHTLY_XML)" || status=$$?; \
+	  $(NIGHTLY_PY) benchmarks/tier_results.py nightly $(NIGHTLY_XML) --part "$(PART)"; exit $${status:-0}
+NIGHTLY_XML := build/nightly.xml
+NIGHTLY_PY = $(if $(filter torch,$(PART)),$$(ls -td .venv-torch-*/bin/python | head -1),$(PY))
 
-nightly-tests: export TTE_TIER := nightly:$(PART)
-nightly-tests: export TTE_REQUIRE_CLIENTS := 1
-nightly-tests: $(STAMPS)/clients test-python
-nightly-tests: PYTEST += --timeout 1200 --junitxml build/nightly.xml
+$(addprefix nightly-,lost kills servers clients pages memory draw): export TTE_TIER = nightly:$(PART)
+$(addprefix nightly-,lost kills servers clients pages memory draw): export TTE_REQUIRE_CLIENTS := 1
+$(addprefix nightly-,lost kills servers clients pages memory draw): test-python
 
 # One core beside four loops that only take time: what fails here would fail on somebody's busy machine.
-nightly-rehearsal: test-cpp $(STAMPS)/test
+nightly-rehearsal: test-cpp
 	trap 'kill $$(jobs -p)' EXIT; for loop in 1 2 3 4; do taskset -c 0 sh -c 'while :; do :; done' & done; \
-	  taskset -c 0 $(MAKE) test-python TEST_JOBS=2 PYTEST="$(PYTEST) --timeout 3000 --junitxml build/nightly.xml"
+	  taskset -c 0 $(MAKE) test-python TEST_JOBS=2
 
-# Any torch in an environment and a build of its own, beside .venv: `make nightly PART=torch TORCH=2.15.0`, the newest one by default.
-TORCH_VERSION = $(patsubst torch==%,%,$(TORCH))
+# The newest torch, or TORCH=torch==2.14.0, in an environment and a build of its own: what depends on torch most.
+nightly-torch:
+	version=$(if $(filter command,$(origin TORCH)),$(TORCH:torch==%=%),$$($(NEWEST_TORCH))); \
+	  $(MAKE) test-python TORCH="torch==$$version" VENV=".venv-torch-$$version" BUILD="build/torch-$$version" \
+	    PYTEST_ARGS="$(PYTEST_ARGS) $(TORCH_TESTS)"
 TORCH_TESTS := tests/distributed tests/layout tests/checkpoint/planners tests/storage/native tests/storage/commit tests/test_ops.py \
   tests/test_op_library.py tests/test_import.py tests/integrations/test_install.py
-nightly-torch:
-	@version=$(if $(filter command,$(origin TORCH)),$(TORCH_VERSION),$$($(NEWEST_TORCH))); \
-	  $(MAKE) TORCH="torch==$$version" VENV=".venv-torch-$$version" BUILD="build/torch-$$version" test-python \
-	    PYTEST='TTE_LATE_DEVICE="$(CURDIR)/build/torch-'$$version'/late_device.so" .venv-torch-'$$version'/bin/pytest \
-	      --numprocesses $(TEST_JOBS) --dist loadfile --junitxml build/nightly.xml $(TORCH_TESTS)'
 NEWEST_TORCH = $(PYTHON) -m pip index versions torch 2>/dev/null | sed -n 's/^torch (\(.*\))$$/\1/p'
 
 clients: $(STAMPS)/clients  ## Install other people's libraries, which some tests need (Python 3.11+)

@@ -9,7 +9,7 @@ try:
     from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin, PartialState
     from accelerate.utils import DistributedType
 except ModuleNotFoundError as missing:
-    sys.exit(f"{missing}: `make test-clients` installs what this example needs")
+    sys.exit(f"{missing}: `make clients` installs what this example needs")
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset

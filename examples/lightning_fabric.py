@@ -8,7 +8,7 @@ try:
     from lightning import Fabric
     from lightning.fabric.strategies import ModelParallelStrategy
 except ModuleNotFoundError as missing:
-    sys.exit(f"{missing}: `make test-clients` installs what this example needs")
+    sys.exit(f"{missing}: `make clients` installs what this example needs")
 
 import torch
 from torch import nn

@@ -9,7 +9,7 @@ try:
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
     from transformers import LlamaConfig, LlamaForCausalLM
 except ModuleNotFoundError as missing:
-    sys.exit(f"{missing}: `make test-clients` installs what this example needs")
+    sys.exit(f"{missing}: `make clients` installs what this example needs")
 
 import torch
 import torch.distributed as dist

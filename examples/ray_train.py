@@ -9,7 +9,7 @@ try:
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 except ModuleNotFoundError as missing:
-    sys.exit(f"{missing}: `make test-clients` installs what this example needs")
+    sys.exit(f"{missing}: `make clients` installs what this example needs")
 
 import torch
 import torch.distributed as dist

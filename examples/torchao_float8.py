@@ -8,7 +8,7 @@ try:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.optim import AdamW8bit
 except ModuleNotFoundError as missing:
-    sys.exit(f"{missing}: `make test-clients` installs what this example needs")
+    sys.exit(f"{missing}: `make clients` installs what this example needs")
 
 import torch
 import torch.distributed.checkpoint as dcp

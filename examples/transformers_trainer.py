@@ -10,7 +10,7 @@ try:
     from accelerate.utils import DistributedType
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 except ModuleNotFoundError as missing:
-    sys.exit(f"{missing}: `make test-clients` installs what this example needs")
+    sys.exit(f"{missing}: `make clients` installs what this example needs")
 
 import torch
 

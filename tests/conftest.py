@@ -129,7 +129,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 
 def without_missing_clients(report: Report) -> Report:
-    """A skip for want of a library is a failure where `make test-clients` promises all (TTE_REQUIRE_CLIENTS=1)."""
+    """A skip for want of a library is a failure where all are promised (TTE_REQUIRE_CLIENTS=1)."""
     if report.skipped and os.environ.get("TTE_REQUIRE_CLIENTS") and "could not import" in str(report.longrepr):
         report.outcome = "failed"
         report.longrepr = f"TTE_REQUIRE_CLIENTS is set: {report.longrepr}"

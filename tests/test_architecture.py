@@ -232,3 +232,20 @@ def test_no_two_test_modules_have_one_name() -> None:
     """pytest imports them by it."""
     names = sorted(path.name for path in Path(__file__).parent.rglob("test_*.py"))
     assert [name for name, other in zip(names, names[1:], strict=False) if name == other] == []
+
+
+TESTS = Path(__file__).parent
+
+
+def test_only_the_harness_looks_at_the_clock_and_kills() -> None:
+    found: dict[str, list[str]] = {}
+    for source in TESTS.rglob("*.py"):
+        if source.is_relative_to(TESTS / "harness"):
+            continue
+        for node in ast.walk(tree_of(source)):
+            imported = {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
+            imported |= {node.module} if isinstance(node, ast.ImportFrom) else set()
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if "time" in imported or called in {"threading.Timer", "Timer", "os.kill"} or "getsockname" in called:
+                found.setdefault(str(source.relative_to(TESTS)), []).append(ast.unparse(node))
+    assert found == {}

@@ -117,7 +117,7 @@ def test_an_example_says_what_installs_its_library(name: str) -> None:
     finished = subprocess.run(command, capture_output=True, text=True, timeout=EXAMPLE_SECONDS)
     assert finished.returncode == 1
     assert re.fullmatch(
-        r"No module named '\w+[\w.]*': `make test-clients` installs what this example needs\n", finished.stderr
+        r"No module named '\w+[\w.]*': `make clients` installs what this example needs\n", finished.stderr
     )
 
 

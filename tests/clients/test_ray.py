@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ray.train", reason="`make test-clients` installs Ray", exc_type=ImportError)
+pytest.importorskip("ray.train", reason="`make clients` installs Ray", exc_type=ImportError)
 
 pytestmark = pytest.mark.timeout(1200)
 

@@ -13,7 +13,7 @@ import torch
 import torchtitan_ext as tte
 from torchtitan_ext.errors import CheckpointFailedError, NoCheckpointError, WrongValueError
 
-pytest.importorskip("ray.train", reason="`make test-clients` installs Ray", exc_type=ImportError)
+pytest.importorskip("ray.train", reason="`make clients` installs Ray", exc_type=ImportError)
 
 from pyarrow.fs import LocalFileSystem
 from ray_controller import Controller

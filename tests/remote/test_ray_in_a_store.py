@@ -4,7 +4,7 @@ import pytest
 import torch
 from object_server import REGION, ObjectServer
 
-pytest.importorskip("ray.train", reason="`make test-clients` installs Ray", exc_type=ImportError)
+pytest.importorskip("ray.train", reason="`make clients` installs Ray", exc_type=ImportError)
 
 from pyarrow.fs import S3FileSystem
 from ray_controller import Controller
