@@ -14,7 +14,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # rooms of one row do not know each other.
 ROWS = [
     {"_core"},
-    {"errors"},
+    {"errors", "clock"},
     {"metrics", "op_library", "dcp_private", "threads"},
     {"ops"},
     {"layout"},
@@ -156,6 +156,23 @@ def test_only_op_library_names_torch_ops() -> None:
         )
     }
     assert users == {"op_library"}
+
+
+def asks_the_time(node: ast.AST) -> bool:
+    if isinstance(node, ast.Import):
+        return any(alias.name == "time" for alias in node.names)
+    if isinstance(node, ast.ImportFrom):
+        # Whoever imports a function of the clock by name keeps it where a test puts another one in place.
+        return node.module in ("time", "torchtitan_ext.clock")
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in CLOCKS
+
+
+CLOCKS = {f"{module}{name}" for module in ("datetime.", "datetime.datetime.") for name in ("now", "utcnow", "today")}
+
+
+def test_only_clock_asks_the_time() -> None:
+    users = {name_of(source) for source in SOURCES if any(map(asks_the_time, ast.walk(tree_of(source))))}
+    assert users == {"clock"}
 
 
 def test_private_names_of_dcp_come_from_dcp_private() -> None:

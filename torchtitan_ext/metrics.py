@@ -10,11 +10,11 @@ Any handler of ``logging`` receives it, also where a trainer that knows nothing 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from torchtitan_ext import clock
 from torchtitan_ext.errors import only_printed
 
 __all__ = ["MetricsHandler"]
@@ -47,11 +47,11 @@ class MetricsHandler(logging.Handler):
 @contextmanager
 def timed(phase_seconds: dict[str, float], phase: str) -> Iterator[None]:
     """Adds the seconds that the ``with`` takes to ``phase_seconds[phase]``."""
-    begin = time.perf_counter()
+    begin = clock.now()
     try:
         yield
     finally:
-        phase_seconds[phase] = phase_seconds.get(phase, 0.0) + time.perf_counter() - begin
+        phase_seconds[phase] = phase_seconds.get(phase, 0.0) + clock.now() - begin
 
 
 def log_metrics(

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import atexit
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from weakref import WeakSet
+
+from torchtitan_ext import clock
 
 # For all threads together. One that hangs longer does not come back before the process is gone.
 _LONGEST_SECONDS = 2.0
@@ -55,6 +56,6 @@ def _end_all() -> None:
     threads = [thread for thread in _running if thread.is_alive()]
     for thread in threads:
         thread.ask_to_end()
-    deadline = time.monotonic() + _LONGEST_SECONDS
+    deadline = clock.now() + _LONGEST_SECONDS
     for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        clock.join(thread, max(0.0, deadline - clock.now()))

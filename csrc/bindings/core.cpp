@@ -17,6 +17,7 @@
 #include "bindings/read_list.h"
 #include "bindings/reads.h"
 #include "bindings/reports.h"
+#include "bindings/roll_call.h"
 #include "bindings/saved_chunks.h"
 #include "bindings/shared_reads.h"
 #include "bindings/storage.h"
@@ -238,6 +239,7 @@ PYBIND11_MODULE(_core, module) {
   register_sums(module);
   torchtitan_ext::bindings::register_index_order(module);
   register_transfer(module);
+  define_roll_call(module);
   define_saved_chunks(module);
   torchtitan_ext::bindings::define_writes(module);
   torchtitan_ext::bindings::define_reads(module);

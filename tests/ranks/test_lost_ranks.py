@@ -1,12 +1,10 @@
 """A rank that dies or never comes: an error that says which and when, long before the timeout of the process group."""
 
-import os
 import resource
 import signal
-import socket
-import threading
-import time
+import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,45 +13,48 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from gloo_worlds import LONGEST_SECONDS
+from fake_clock import FakeClock
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torchtitan_ext as tte
+from torchtitan_ext import clock
 from torchtitan_ext.errors import LostRankError
 from torchtitan_ext.ranks import lost_ranks
 from torchtitan_ext.ranks.lost_ranks import naming_lost_ranks
 
 LOST_RANK = 1
 LARGE = 25_000_000
-# In the middle of a transfer gloo often says nothing (a plain dist.broadcast: in 10 of 12 trials), and the error comes
-# with the timeout of the process group, which is half an hour by default.
-TIMEOUT = timedelta(seconds=3)
+# In the middle of a transfer gloo often says nothing, and the error comes with the timeout of the process group.
+TIMEOUT = timedelta(seconds=60)
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def dying_where(text: str) -> Callable[..., AbstractContextManager[None]]:
+    """In the place of ``naming_lost_ranks``: the rank dies where it begins to do this."""
+
+    def name(operation: str, phase: Any, scope: Any) -> AbstractContextManager[None]:
+        if text in (phase if isinstance(phase, str) else phase()):
+            signal.raise_signal(signal.SIGKILL)
+        return naming_lost_ranks(operation, phase, scope)
+
+    return name
 
 
 def lose(rank: int, world_size: int, folder: str, when: str) -> None:
     """Survivors write down what they got: the world fails as a whole."""
     tensors = [torch.zeros(LARGE if when == "sending" else 10)]
     mesh = init_device_mesh("cpu", (world_size,))
-    group = dist.new_group(timeout=TIMEOUT) if when == "sending" else None
+    group = dist.new_group(timeout=TIMEOUT)
     tte.sync.broadcast_tensors(tensors, group=group)
     if rank == LOST_RANK:
-        if when == "sending":
-            # From now on this rank does nothing but transfers: the timer ends it in one.
-            threading.Timer(0.05, die).start()
-        else:
-            die()
-    start = time.perf_counter()
+        if when != "sending":
+            signal.raise_signal(signal.SIGKILL)
+        tte.sync.naming_lost_ranks = dying_where("tensors were sent")  # type: ignore[attr-defined]
     with pytest.raises(LostRankError) as caught:
         if when == "checking":
             tte.check_replicas(nn.Linear(3, 3), mesh)
-        while when != "checking":
+        else:
             tte.sync.broadcast_tensors(tensors, group=group, check=when == "agreeing")
-    assert time.perf_counter() - start < LONGEST_SECONDS
     Path(folder, str(rank)).write_text(str(caught.value))
 
 
@@ -64,6 +65,7 @@ PHASES = {
 }
 
 
+@pytest.mark.nightly("lost ranks")
 @pytest.mark.parametrize("when", PHASES)
 def test_a_dead_rank_is_named_with_the_phase(run_world: Callable[..., Any], tmp_path: Path, when: str) -> None:
     with pytest.raises(RuntimeError, match="the worker process died"):
@@ -75,35 +77,81 @@ def test_a_dead_rank_is_named_with_the_phase(run_world: Callable[..., Any], tmp_
         assert f"; rank(s) {LOST_RANK} did not answer a roll call; the backend says: " in text
 
 
-def fail_twice(rank: int, world_size: int) -> list[tuple[int, ...]]:
-    """All ranks notice a first failure; of a second one, after a sync that went well, rank 2 says nothing."""
-    silent = []
-    for noticing in ([0, 1, 2], [0, 1]):
-        if rank in noticing:
-            with pytest.raises(LostRankError) as caught, naming_lost_ranks("sync", "testing", None):
-                raise dist.DistNetworkError("connection reset")
-            silent.append(caught.value.silent)
-        dist.barrier()
-        tte.sync.broadcast_tensors([torch.zeros(3)])
-        dist.barrier()
-    return silent
+def run_ranks(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int, work: Callable[[int], Any], store: dist.Store | None = None
+) -> dict[int, Any]:
+    """Runs the work of all ranks on a fake clock, over one store."""
+    fake, shared, ranks = FakeClock(monkeypatch), store or dist.HashStore(), list(range(num_ranks))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: fake.rank)
+    monkeypatch.setattr(lost_ranks, "_get_default_store", lambda: shared)
+    monkeypatch.setattr(lost_ranks, "scope_ranks", lambda scope: ranks)
+    return fake.run({rank: lambda rank=rank: work(rank) for rank in ranks})
 
 
-def test_an_answer_counts_for_one_failure(run_world: Callable[..., Any]) -> None:
-    assert run_world(3, fail_twice) == [[(), (2,)], [(), (2,)], [()]]
+def silent_in(operation: str) -> tuple[int, ...]:
+    """The ranks that do not answer when this one notices that a rank is lost."""
+    with pytest.raises(LostRankError) as caught, naming_lost_ranks(operation, "testing", None):
+        raise dist.DistNetworkError("connection reset")
+    return caught.value.silent
 
 
-def test_a_world_that_failed_gives_its_port_back() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    for _ in range(2):
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-        try:
-            with pytest.raises(LostRankError), naming_lost_ranks("sync", "testing", None):
-                raise dist.DistNetworkError("connection reset")
-        finally:
-            dist.destroy_process_group()
+@pytest.mark.parametrize("num_ranks", [2, 3, 8, 64])
+def test_an_answer_counts_for_one_failure(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
+    """All ranks notice a first failure, neighbours first; of a second one the last rank says nothing."""
+    last = num_ranks - 1
+
+    def fail_twice(rank: int) -> list[tuple[int, ...]]:
+        clock.sleep(4 * rank / num_ranks)
+        silent = [silent_in("sync")]
+        clock.sleep(100)
+        return silent if rank == last else [*silent, silent_in("sync")]
+
+    expected: dict[int, list[tuple[int, ...]]] = {rank: [(), (last,)] for rank in range(last)}
+    assert run_ranks(monkeypatch, num_ranks, fail_twice) == {**expected, last: [()]}
+
+
+def test_one_rank_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_ranks(monkeypatch, 1, lambda rank: (silent_in("sync"), clock.now())) == {0: ((), 0.0)}
+
+
+def test_without_a_store_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(dist.Store):
+        def add(self, key: str, amount: int) -> int:
+            raise RuntimeError("connection refused")
+
+    assert run_ranks(monkeypatch, 2, lambda rank: silent_in("sync"), Gone()) == {0: (1,), 1: (0,)}
+
+
+def test_threads_answer_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save and a sync of two threads lose a rank at once: neither takes the other's answer back."""
+    fake, store = FakeClock(monkeypatch), dist.HashStore()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: fake.rank[0])
+    monkeypatch.setattr(lost_ranks, "_get_default_store", lambda: store)
+    monkeypatch.setattr(lost_ranks, "scope_ranks", lambda scope: [0, 1])
+
+    def lose(operation: str, seconds: float) -> tuple[int, ...]:
+        clock.sleep(seconds)
+        return silent_in(operation)
+
+    begins = {(0, "save"): 0.0, (1, "save"): 1.0, (0, "sync"): 0.5, (1, "sync"): 0.5}
+    results = fake.run({one: lambda one=one: lose(one[1], begins[one]) for one in begins})
+    assert results == dict.fromkeys(begins, ())
+
+
+def test_a_world_that_failed_lets_go_of_its_store() -> None:
+    """And with it of its port, on which the next one is to listen."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, True)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(LostRankError) as caught, naming_lost_ranks("sync", "testing", None):
+            raise dist.DistNetworkError("connection reset")
+    finally:
+        dist.destroy_process_group()
+    known = weakref.ref(store)
+    del store
+    assert known() is None and caught.value.silent == ()
 
 
 def test_a_lack_of_memory_is_not_a_lost_rank() -> None:
@@ -135,16 +183,23 @@ def test_what_goes_wrong_on_one_rank_alone_is_no_lost_rank(run_world: Callable[.
         assert memory.startswith("RuntimeError: ") and "can't allocate memory" in memory
 
 
-def wait_in_vain(rank: int, world_size: int) -> list[tuple[int, ...]]:
-    """Rank 1 takes no part: the collectives of the other give up after the group's timeout."""
-    groups = [dist.new_group(timeout=timedelta(seconds=1)) for _ in range(2)]
-    dist.barrier()
+def fail_in_collectives(rank: int, world_size: int) -> list[tuple[int, ...]]:
+    """Rank 1 has left the groups: the collectives of the other fail."""
+    groups = [dist.new_group(timeout=TIMEOUT) for _ in range(2)]
+    for group in groups:
+        dist.barrier(group)
+    if rank == 1:
+        for group in groups:
+            dist.destroy_process_group(group)
+        del group, groups
+        dist.barrier()
+        return []
     found = []
-    if rank == 0:
-        calls: list[Callable[[], Any]] = [
-            lambda: dist.all_gather([torch.zeros(1)] * 2, torch.zeros(1), group=groups[0]),
-            lambda: dist.broadcast_object_list([None], 1, group=groups[1]),
-        ]
+    calls: list[Callable[[], Any]] = [
+        lambda: dist.all_gather([torch.zeros(1)] * 2, torch.zeros(1), group=groups[0]),
+        lambda: dist.broadcast_object_list([None], 1, group=groups[1]),
+    ]
+    with patch.object(lost_ranks, "_ROLL_CALL_SECONDS", 0.0):
         for call in calls:
             with pytest.raises(LostRankError) as caught, naming_lost_ranks("save", "testing", groups[0]):
                 call()
@@ -154,26 +209,4 @@ def wait_in_vain(rank: int, world_size: int) -> list[tuple[int, ...]]:
 
 
 def test_what_a_collective_raises_is_a_lost_rank(run_world: Callable[..., Any]) -> None:
-    assert run_world(2, wait_in_vain) == [[(1,), (1,)], []]
-
-
-def two_at_once(rank: int, world_size: int) -> list[tuple[int, ...]]:
-    """A save and a sync of two threads lose a rank at once: neither takes the other's answer back."""
-    silent: dict[str, tuple[int, ...]] = {}
-
-    def lose(operation: str, seconds: float) -> None:
-        time.sleep(seconds)
-        with pytest.raises(LostRankError) as caught, naming_lost_ranks(operation, "testing", None):
-            raise dist.DistNetworkError("connection reset")
-        silent[operation] = caught.value.silent
-
-    threads = [threading.Thread(target=lose, args=("save", rank)), threading.Thread(target=lose, args=("sync", 0.5))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [silent["save"], silent["sync"]]
-
-
-def test_threads_answer_apart(run_world: Callable[..., Any]) -> None:
-    assert run_world(2, two_at_once) == [[(), ()]] * 2
+    assert run_world(2, fail_in_collectives) == [[(1,), (1,)], []]

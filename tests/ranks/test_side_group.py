@@ -2,7 +2,6 @@
 
 import gc
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -26,11 +25,13 @@ class Waiting(tte.FileWriter):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.go_on = threading.Event()
+        self.go_on, self.has_planned = threading.Event(), threading.Event()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        assert self.go_on.wait(60)
-        return super().prepare_local_plan(plan)
+        self.go_on.wait()
+        planned = super().prepare_local_plan(plan)
+        self.has_planned.set()
+        return planned
 
 
 def saved_number(path: Path) -> int:
@@ -42,14 +43,13 @@ def saved_number(path: Path) -> int:
 def train_beside_a_save(rank: int, world_size: int, folder: Path) -> None:
     # Rank 0 trains first and plans then, rank 1 the other way round.
     writer = Waiting(folder)
-    saved = tte.async_save({"w": torch.ones(3)}, folder, storage_writer=writer, timeout_seconds=20)
+    saved = tte.async_save({"w": torch.ones(3)}, folder, storage_writer=writer)
     if rank == 1:
         writer.go_on.set()
-        time.sleep(0.2)
+        writer.has_planned.wait()
     sums = torch.ones(1)
     work = dist.all_reduce(sums, async_op=True)
     if rank == 0:
-        time.sleep(0.2)
         writer.go_on.set()
     assert work is not None
     work.wait()
@@ -65,6 +65,11 @@ def refuse(*args: Any) -> None:
     raise OSError("too many open files")
 
 
+def wait_in_vain(*args: Any) -> None:
+    """What gloo does on the ranks that can connect, after its time."""
+    raise RuntimeError("wait timeout")
+
+
 def in_all_circumstances(rank: int, world_size: int, folder: Path) -> None:
     # Ranks need not be in equally many groups.
     dist.new_group([0])
@@ -76,9 +81,9 @@ def in_all_circumstances(rank: int, world_size: int, folder: Path) -> None:
     assert side is not None and side_group_of(world) is side
 
     group = dist.new_group([0, 1])
-    with mock.patch.object(dist, "ProcessGroupGloo", refuse if rank == 1 else dist.ProcessGroupGloo):
+    with mock.patch.object(dist, "ProcessGroupGloo", refuse if rank == 1 else wait_in_vain):
         with pytest.raises(CheckpointFailedError, match="rank 1: .*too many open files.* or use tte.save"):
-            tte.async_save({"w": torch.ones(3)}, folder / "failed", process_group=group, timeout_seconds=8)
+            tte.async_save({"w": torch.ones(3)}, folder / "failed", process_group=group)
     assert side_group_of(group) is None
     tte.async_save({"w": torch.full((3,), 3.0)}, folder / "group", process_group=group).result()
     if rank == 1:  # lost on one rank, made anew on both

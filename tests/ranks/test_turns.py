@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,14 +11,23 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from fake_clock import FakeClock
 from torch.distributed.checkpoint import FileSystemWriter
 
 import torchtitan_ext as tte
+from torchtitan_ext import clock
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.errors import CheckpointFailedError, LostRankError
-from torchtitan_ext.ranks import watch as turns
+from torchtitan_ext.ranks import turns, watch
 from torchtitan_ext.ranks.side_group import side_group_of
-from torchtitan_ext.ranks.watch import Turn
+from torchtitan_ext.ranks.turns import Turn
+
+
+class FakeGroup(dist.ProcessGroup):
+    """Takes part in nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
 
 
 def save_beside_saves(rank: int, world_size: int, path: Path) -> list[float]:
@@ -55,32 +65,22 @@ def test_what_begins_in_a_phase_waits_for_nobody(run_world: Callable[..., Any]) 
     assert run_world(2, begin_in_a_phase) == [[[0, 1]] * 2] * 2
 
 
-def take_turns(rank: int, world_size: int) -> list[str]:
-    group, order = dist.group.WORLD, []
-    assert group is not None
-    first = Turn(group)
+def test_the_next_begins_when_the_first_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, group, order = FakeClock(monkeypatch), FakeGroup(), []
 
-    def second() -> None:
+    def take_turn(name: str, seconds: float) -> None:
         turn = Turn(group)
-        order.append("second")
+        clock.sleep(seconds)
+        order.append((name, clock.now()))
         turn.end()
 
-    thread = threading.Thread(target=second)
-    thread.start()
-    thread.join(0.3)
-    order.append("first")
-    first.end()
-    thread.join()
+    fake.run({name: partial(take_turn, name, 10) for name in ("first", "second", "third")})
+    assert [name for name, _ in order] == ["first", "second", "third"]
     assert not turns._last
-    return order
-
-
-def test_the_next_begins_when_the_first_has_ended(run_world: Callable[..., Any]) -> None:
-    assert run_world(1, take_turns) == [["first", "second"]]
 
 
 def fail_to_begin(rank: int, world_size: int) -> bool:
-    with mock.patch.object(turns, "_get_default_store", side_effect=RuntimeError("gone")), pytest.raises(RuntimeError):
+    with mock.patch.object(watch, "_get_default_store", side_effect=RuntimeError("gone")), pytest.raises(RuntimeError):
         Phases("save")
     return not turns._last
 
@@ -92,10 +92,10 @@ def test_what_cannot_begin_holds_up_nobody(run_world: Callable[..., Any]) -> Non
 def begin_without_a_thread(rank: int, world_size: int) -> tuple[str, bool]:
     no_thread = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
     with pytest.raises(CheckpointFailedError) as caught:
-        with no_thread if rank == 1 else nullcontext(), Phases("save", path="/step", timeout_seconds=20) as phases:
+        with no_thread if rank == 1 else nullcontext(), Phases("save", path="/step", timeout_seconds=60) as phases:
             phases.on_all("plan", lambda: rank, doing="testing")
     assert not turns._last
-    with Phases("save", timeout_seconds=20) as phases:
+    with Phases("save", timeout_seconds=60) as phases:
         return str(caught.value), phases.on_all("plan", lambda: rank, doing="testing") == [0, 1]
 
 
@@ -109,7 +109,7 @@ def test_a_rank_that_can_start_no_thread_tells_all(run_world: Callable[..., Any]
 
 
 def test_nobody_waits_for_one_that_is_lost() -> None:
-    group: Any = object()
+    group = FakeGroup()
     first = Turn(group)
     first.check = mock.Mock(side_effect=LostRankError("save", "ranks wrote", None, (1,), "gone"))
     with pytest.raises(LostRankError, match="gone"):
@@ -124,14 +124,14 @@ def wait_behind_a_write_that_hangs(rank: int, world_size: int, path: Path) -> st
     class Writer(FileSystemWriter):
         def write_data(self, plan: Any, planner: Any) -> Any:
             if rank == 1:
-                hangs.wait(60)
+                hangs.wait()
             return super().write_data(plan, planner)
 
     state = {"w": torch.ones(2)}
     writer = Writer(path / "a")
-    saved = tte.async_save(state, path / "a", storage_writer=writer, process_group=group, timeout_seconds=1)
+    saved = tte.async_save(state, path / "a", storage_writer=writer, process_group=group, timeout_seconds=60)
     with pytest.raises(LostRankError) as caught:
-        tte.save(state, path / "b", process_group=group, timeout_seconds=1)
+        tte.save(state, path / "b", process_group=group, timeout_seconds=60)
     hangs.set()
     with pytest.raises(LostRankError):
         saved.result()
@@ -143,19 +143,16 @@ def wait_behind_a_write_that_hangs(rank: int, world_size: int, path: Path) -> st
     return str(caught.value)
 
 
+@pytest.mark.nightly("lost ranks")
 def test_a_save_behind_one_that_hangs_is_lost_with_it(run_world: Callable[..., Any], tmp_path: Path) -> None:
     first, second = run_world(2, wait_behind_a_write_that_hangs, tmp_path)
     assert first == second and "rank 1 is still at work (write, for " in first
 
 
 def test_an_interrupt_while_waiting_leaves_the_turn_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    group: Any = object()
+    group = FakeGroup()
     first = Turn(group)
-
-    def interrupted(*args: Any) -> bool:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(first._ended, "wait", interrupted)
+    monkeypatch.setattr(clock, "wait", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         Turn(group)
     assert turns._last[group] is first

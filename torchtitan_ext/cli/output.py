@@ -6,8 +6,8 @@ import json
 import math
 import re
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
 from typing import Any
 
 from torchtitan_ext.errors import Problem
@@ -100,4 +100,4 @@ def plain_number(value: Any) -> Any:
 
 def text_of_time(seconds: float) -> str:
     """A time since 1970, as a date in UTC."""
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")

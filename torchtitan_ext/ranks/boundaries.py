@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,18 +26,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
+from torchtitan_ext import clock
+from torchtitan_ext._core import RollCall, poll_seconds
 from torchtitan_ext.errors import LostRankError
 from torchtitan_ext.ranks.groups import position_in
 from torchtitan_ext.ranks.signal_inbox import SignalInbox
-from torchtitan_ext.ranks.watch import (
-    ADVICE,
-    ANSWER_POLL_SECONDS,
-    TAKE_OVER_SECONDS,
-    give_back_clone,
-    poll_seconds,
-    take_clone,
-    where_the_store_was,
-)
+from torchtitan_ext.ranks.stores import give_back_clone, take_clone, where_the_store_was
+from torchtitan_ext.ranks.watch import ADVICE
 from torchtitan_ext.threads import BackgroundThread
 
 _REQUEST, _VERDICT = "request", "verdict"
@@ -104,8 +98,8 @@ class Boundaries:
         """
         with self._changed:
             if self._has_reported and not self._verdict:
-                longest = self._timeout_seconds + TAKE_OVER_SECONDS + _PATIENCE_SECONDS
-                self._changed.wait_for(lambda: self._verdict or self._store_error, longest)
+                longest = self._timeout_seconds + RollCall.TAKE_OVER_SECONDS + _PATIENCE_SECONDS
+                clock.wait_for(self._changed, lambda: self._verdict or self._store_error, longest)
                 if not self._verdict:
                     raise self._lost(*where_the_store_was(self._store), False) from self._store_error
             if "silent" in self._verdict:
@@ -116,7 +110,7 @@ class Boundaries:
     def close(self) -> None:
         """From now on this rank passes no boundary. Others that are asked later go on without a verdict."""
         self._ask_to_end()
-        self._thread.join(_PATIENCE_SECONDS)
+        clock.join(self._thread, _PATIENCE_SECONDS)
 
     def _ask_to_end(self) -> None:
         self._is_closed = True
@@ -147,7 +141,7 @@ class Boundaries:
 
     def _agree(self, store: Store, what: str) -> None:
         # A rank that was not asked itself has heard of it one question later at most.
-        begun = time.monotonic() - (0 if what else poll_seconds(self.position))
+        begun = clock.now() - (0 if what else poll_seconds(self.position))
         if what:
             store.compare_set(_REQUEST, "", f"{what} at rank {self._ranks[self.position]}")
         with self._changed:
@@ -156,12 +150,12 @@ class Boundaries:
         store.set(f"report/{self.position}", json.dumps(self._report(passed)))
         reports = [f"report/{position}" for position in range(len(self._ranks))]
         is_coordinator = self.position == 0
-        deadline = time.monotonic() + self._timeout_seconds + (0 if is_coordinator else TAKE_OVER_SECONDS)
+        deadline = clock.now() + self._timeout_seconds + (0 if is_coordinator else RollCall.TAKE_OVER_SECONDS)
         while not store.check([_VERDICT]):
-            if time.monotonic() > deadline or (is_coordinator and store.check(reports)):
+            if clock.now() > deadline or (is_coordinator and store.check(reports)):
                 store.compare_set(_VERDICT, "", json.dumps(self._count(store, reports, begun)))
             else:
-                time.sleep(ANSWER_POLL_SECONDS)
+                clock.sleep(RollCall.ANSWER_POLL_SECONDS)
         verdict = json.loads(store.get(_VERDICT))
         with self._changed:
             self._verdict = verdict
@@ -175,4 +169,4 @@ class Boundaries:
             waited = f"rank {self._ranks[self.position]} waited {self._timeout_seconds:g} s for them after {why}"
             return {"silent": silent, "why": waited}
         told = [json.loads(store.get(key)) for key in reports]
-        return {"why": why, **self._decide(told, time.monotonic() - begun)}
+        return {"why": why, **self._decide(told, clock.now() - begun)}

@@ -7,7 +7,6 @@ roll call in the store of the process groups, and the error names the ranks that
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
+from torchtitan_ext import clock
 from torchtitan_ext.errors import LostRankError, TorchtitanExtError
 from torchtitan_ext.ranks.exchange import Scope, all_gather_bytes, finish_collective, scope_ranks
 
@@ -74,14 +74,14 @@ def _silent_ranks(operation: str, scope: Scope) -> tuple[int, ...]:
     silent = [rank for rank in ranks if rank != own]
     digest = hashlib.blake2b(str(sorted(ranks)).encode(), digest_size=8).hexdigest()
     prefix = f"torchtitan_ext/roll_call/{operation}/{digest}"
-    deadline = time.monotonic() + _ROLL_CALL_SECONDS
+    deadline = clock.now() + _ROLL_CALL_SECONDS
     try:
         store = _get_default_store()
         own_count = store.add(f"{prefix}/{own}", 1)
         at_first = {rank: _count_of(store, prefix, rank) for rank in silent}
         silent = [rank for rank in silent if at_first[rank] < own_count]
-        while silent and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
+        while silent and clock.now() < deadline:
+            clock.sleep(_POLL_SECONDS)
             silent = [rank for rank in silent if _count_of(store, prefix, rank) == at_first[rank]]
     except RuntimeError:
         pass

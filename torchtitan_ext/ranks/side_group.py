@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from torchtitan_ext.ranks.groups import position_in
-from torchtitan_ext.ranks.watch import can_be_asked
+from torchtitan_ext.ranks.stores import can_be_asked
 
 
 @dataclass(frozen=True)

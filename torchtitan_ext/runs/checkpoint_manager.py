@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -15,6 +14,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from torchtitan_ext import clock
 from torchtitan_ext.checkpoint import CpuStager, LoadReport, SavePlanner, SaveResult, load
 from torchtitan_ext.checkpoint.operation.arguments import check_seconds
 from torchtitan_ext.checkpoint.operation.choose_step import StepChoice, choose_step
@@ -324,7 +324,7 @@ class CheckpointManager:
                 component.save()
         job = replace(self._job, path=self._path_of(self.run, step), planner=SavePlanner())
         call = Call("CheckpointManager.save", self._group, timeout_seconds=self._timeout_seconds)
-        begun = time.monotonic()
+        begun = clock.now()
         if self._stager is None:
             self._last = save_now(components, job, call)
         else:
@@ -386,9 +386,9 @@ class CheckpointManager:
     def _wait_before(self, step: int) -> None:
         if self.pending is None:
             return
-        before, start = self._pending_step, time.monotonic()
+        before, start = self._pending_step, clock.now()
         self.wait()
-        seconds = time.monotonic() - start
+        seconds = clock.now() - start
         if seconds > _TOLD_SECONDS:
             logger.warning("%s: the save of step %d waited %.1f s for that of step %d", self.run, step, seconds, before)
 

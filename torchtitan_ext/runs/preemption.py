@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
@@ -12,10 +11,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from torchtitan_ext import clock
 from torchtitan_ext.errors import WrongValueError
 from torchtitan_ext.ranks.boundaries import Boundaries
 from torchtitan_ext.ranks.signal_inbox import SignalInbox
-from torchtitan_ext.ranks.watch import can_be_asked
+from torchtitan_ext.ranks.stores import can_be_asked
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class Preemption:
 
     def passes(self, step: int, is_due: bool) -> bool:
         """Passes the boundary of a step, and says whether it is saved. ``is_due``: whether it is one of ``every``."""
-        verdict, now = self._boundaries.pass_(step), time.monotonic()
+        verdict, now = self._boundaries.pass_(step), clock.now()
         self._step_seconds = 0.0 if self._passed_at is None else now - self._passed_at
         self._passed_at = now
         if not verdict or step < verdict["step"]:
@@ -132,8 +132,8 @@ class Preemption:
         return bool(verdict["saves"]) if step == self._stop_at else is_due
 
     def saved(self, begun: float, pending: Future[Any] | None) -> None:
-        """A save that began then, in ``time.monotonic``, has ended, or is pending."""
-        now = time.monotonic()
+        """A save that began then, in ``clock.now``, has ended, or is pending."""
+        now = clock.now()
         if pending is None:
             self._saving_seconds = max(self._saving_seconds, now - begun)
             return
@@ -148,11 +148,11 @@ class Preemption:
 
     def _has_saved(self, since: float) -> None:
         self._pending_since = None
-        self._saving_seconds = max(self._saving_seconds, time.monotonic() - since)
+        self._saving_seconds = max(self._saving_seconds, clock.now() - since)
 
     def _report(self, passed: int) -> dict[str, Any]:
         since = self._pending_since
-        pending = -1.0 if since is None else time.monotonic() - since
+        pending = -1.0 if since is None else clock.now() - since
         return asdict(RankTimes(passed, self._step_seconds, self._staging_seconds, self._saving_seconds, pending))
 
     def _decide(self, told: list[dict[str, Any]], seconds: float) -> dict[str, Any]:

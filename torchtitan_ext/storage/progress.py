@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+
+from torchtitan_ext import clock
 
 try:
     from tqdm import tqdm
@@ -58,12 +59,12 @@ class _Lines:
         self._operation = operation
         self._total_bytes = total_bytes
         self._num_bytes = 0
-        self._begin = time.monotonic()
+        self._begin = clock.now()
         self._next = self._begin + _DELAY_SECONDS
 
     def advance(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes
-        now = time.monotonic()
+        now = clock.now()
         if now < self._next or sys.stderr is None:
             return
         self._next = now + _LINE_SECONDS

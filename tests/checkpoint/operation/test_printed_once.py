@@ -2,14 +2,14 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import warm_processes
 
+from torchtitan_ext import clock
+from torchtitan_ext.checkpoint.operation.printed_once import leave_report_to_rank_0
 from torchtitan_ext.errors import Problem, refusal
-from torchtitan_ext.errors.printed_once import leave_report_to_rank_0
 
 PROGRAM = """
 import sys, torch, torch.distributed as dist, torchtitan_ext as tte
@@ -35,7 +35,7 @@ def test_others_print_when_rank_0_had_time_to(
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     printed_by_then: list[str] = []
-    monkeypatch.setattr(time, "sleep", lambda seconds: printed_by_then.append(capsys.readouterr().err))
+    monkeypatch.setattr(clock, "sleep", lambda seconds: printed_by_then.append(capsys.readouterr().err))
     try:
         raise refusal("load", [Problem("missing_key", "b", "is missing")])
     except Exception as error:

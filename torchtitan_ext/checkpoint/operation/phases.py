@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import pickle
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -17,7 +16,9 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
+from torchtitan_ext import clock
 from torchtitan_ext.checkpoint.operation.arguments import PlaceOfRank, place_problems
+from torchtitan_ext.checkpoint.operation.printed_once import leave_report_to_rank_0
 from torchtitan_ext.errors import (
     CheckpointFailedError,
     DifferentCallsError,
@@ -29,7 +30,6 @@ from torchtitan_ext.errors import (
     readable_error,
     refusal,
 )
-from torchtitan_ext.errors.printed_once import leave_report_to_rank_0
 from torchtitan_ext.metrics import log_metrics, timed
 from torchtitan_ext.ranks.exchange import REFUSED, Opening, TimedExchange
 from torchtitan_ext.ranks.groups import position_in
@@ -41,7 +41,8 @@ from torchtitan_ext.ranks.side_group import (
     offer_of,
     side_group_of,
 )
-from torchtitan_ext.ranks.watch import Turn, Watch
+from torchtitan_ext.ranks.turns import Turn
+from torchtitan_ext.ranks.watch import Watch
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -209,7 +210,7 @@ class Phases:
     def seconds_so_far(self) -> dict[str, float]:
         """``seconds``, and those of the phase in which this is called. Not collective."""
         name, begin = self._current
-        return {**self.seconds, name: self.seconds.get(name, 0.0) + time.perf_counter() - begin}
+        return {**self.seconds, name: self.seconds.get(name, 0.0) + clock.now() - begin}
 
     def refuse(self, error: Exception) -> None:
         """Tells the other ranks that this one has refused its arguments. Collective, in place of the call's phases.
@@ -384,7 +385,7 @@ class Phases:
     def _phase(self, name: str, doing: str) -> Iterator[None]:
         watch = None if self._ranks is None else self._ranks[0]
         self._doing = doing or self._changing
-        self._current = name, time.perf_counter()
+        self._current = name, clock.now()
         if self._turn is not None:
             self._turn.in_phase = threading.get_ident()
         with timed(self.seconds, name):

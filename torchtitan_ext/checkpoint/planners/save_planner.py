@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import logging
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
-from torchtitan_ext import _core
+from torchtitan_ext import _core, clock
 from torchtitan_ext.checkpoint.planners.items import (
     WriteDecision,
     check_storage_takes,
@@ -279,11 +278,11 @@ class SavePlanner(DefaultSavePlanner):
         return value
 
     def _timed_digests(self, table: KeyTable) -> dict[str, bytes]:
-        begin = time.perf_counter()
+        begin = clock.now()
         world_size = len(scope_ranks()) if self.num_ranks is None else self.num_ranks
         digests = digest_values(self.state_dict, table, hash_replicas=self._hash_replicas, world_size=world_size)
         if self._hash_replicas:
-            logger.info("hash_replicas: %d values in %.3f seconds", len(digests), time.perf_counter() - begin)
+            logger.info("hash_replicas: %d values in %.3f seconds", len(digests), clock.now() - begin)
         return digests
 
     def _describe_state(self) -> KeyTable:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from torchtitan_ext import clock
 from torchtitan_ext.cli import lazy, options
 from torchtitan_ext.cli.output import MAX_NAMED, count_of, print_json, print_line, text_of_bytes
 from torchtitan_ext.errors import named
@@ -54,7 +54,7 @@ def run(
 
     Example: torchtitan-ext convert run/step-100 new --to safetensors
     """
-    begin = time.perf_counter()
+    begin = clock.now()
     selection = lazy.selection.Selection(tuple(only or ()), prefix)
     with options.refusing_wrong_usage():
         opened = lazy.sources.open_source(source, weights_only=not unsafe_unpickle)
@@ -75,7 +75,7 @@ def run(
                 progress=on_bytes,
             )
     if json:
-        seconds = time.perf_counter() - begin
+        seconds = clock.now() - begin
         print_json({**dataclasses.asdict(report), "path": str(target), "seconds": seconds})
         return
     keys, files = count_of(report.num_keys, "key"), count_of(report.num_files, "file")

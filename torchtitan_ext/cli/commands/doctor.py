@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import platform
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 import typer
 
+from torchtitan_ext import clock
 from torchtitan_ext.cli.options import Json
 from torchtitan_ext.cli.output import DIFFERS, print_json
 
@@ -51,12 +51,12 @@ def run(json: Json = False) -> None:
 
 
 def _try(name: str, check: Callable[[], str]) -> Finding:
-    begin = time.perf_counter()
+    begin = clock.now()
     try:
         is_ok, detail = True, check()
     except Exception as error:  # the report is for whatever is broken
         is_ok, detail = False, f"{type(error).__name__}: {error}"
-    return Finding(name, is_ok, detail, round(time.perf_counter() - begin, 3))
+    return Finding(name, is_ok, detail, round(clock.now() - begin, 3))
 
 
 def _print(finding: Finding) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from torchtitan_ext import clock
 from torchtitan_ext.cli.options import Json, Run, StepNames, refusing_wrong_usage
 from torchtitan_ext.cli.output import (
     FORMAT_NAMES,
@@ -74,7 +74,7 @@ def _list_objects(run: Location, pattern: str | None, json: bool) -> None:
     """The same of a run in an object store, of which there are no checkpoints of other formats."""
     with refusing_wrong_usage():
         folders = object_steps(run, pattern)
-    steps, left = list_object_steps(folders), left_in_steps(folders, datetime.now(timezone.utc))
+    steps, left = list_object_steps(folders), left_in_steps(folders, clock.utc_now())
     if json:
         rows = [step._asdict() for step in steps]
         print_json({"path": str(run), "steps": rows, "leftovers": plain_left(left)})

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from torchtitan_ext import clock
 from torchtitan_ext.cli import lazy, options
 from torchtitan_ext.cli.output import count_of, print_json, print_line, text_of_bytes
 from torchtitan_ext.storage.progress import progress
@@ -32,7 +32,7 @@ def run(
 
     Example: torchtitan-ext reshard run/step-100 new/step-100 --mesh dp=8,tp=2
     """
-    begin = time.perf_counter()
+    begin = clock.now()
     selection = lazy.selection.Selection(tuple(only or ()), prefix)
     with options.refusing_wrong_usage():
         sizes, rules = lazy.placement_rules.parse_mesh(mesh), lazy.placement_rules.parse_rules(shard or ())
@@ -50,7 +50,7 @@ def run(
                 num_processes=processes,
                 progress=on_bytes,
             )
-    seconds = time.perf_counter() - begin
+    seconds = clock.now() - begin
     if json:
         print_json({**dataclasses.asdict(report), "path": str(target), "seconds": seconds})
         return

@@ -22,7 +22,6 @@ import pickle
 import random
 import signal
 import socket
-import time
 import traceback
 import weakref
 from collections import Counter, deque
@@ -34,6 +33,7 @@ from multiprocessing.context import BaseContext
 import numpy as np
 import torch
 
+from torchtitan_ext import clock
 from torchtitan_ext.elastic.data.blocks import receive_block, send_block
 from torchtitan_ext.elastic.data.shard_samples import Item, Mark, SamplePosition, ShardSamples
 from torchtitan_ext.elastic.data.streams import StreamSource
@@ -311,9 +311,9 @@ def _stop(running: list[_Worker], pid: int) -> None:
     if os.getpid() == pid:
         for worker in running:
             worker.hang_up()
-        deadline = time.monotonic() + _SECONDS_TO_END
+        deadline = clock.now() + _SECONDS_TO_END
         for worker in running:
-            worker.process.join(max(0.0, deadline - time.monotonic()))
+            worker.process.join(max(0.0, deadline - clock.now()))
             worker.process.kill()
             worker.process.join()
     running.clear()

@@ -19,7 +19,6 @@ import json
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from torchtitan_ext import __version__, _core
+from torchtitan_ext import __version__, _core, clock
 from torchtitan_ext.errors import CheckpointFailedError, only_printed
 from torchtitan_ext.storage.checkpoint_files import (
     data_name,
@@ -279,18 +278,18 @@ def find_place(path: Path, rank: int) -> SavePlace:
     """
     target = Path(os.path.realpath(path))
     lock_files = [lock_beside(target), target / LOCK_NAME]
-    deadline = time.monotonic() + _SHOWN_SECONDS
+    deadline = clock.now() + _SHOWN_SECONDS
     while True:
         for lock_file in lock_files:
             state = read_lock(lock_file)
             if state is not None and state.owner is not None and state.lines:
                 return _place_of_line(state.lines[0], state.owner.save_id, target)
-        if time.monotonic() > deadline:
+        if clock.now() > deadline:
             raise NotSharedError(
                 f"{path} is not in a shared directory: rank {rank} does not see what the coordinator wrote there; "
                 "save to a file system that all ranks have"
             )
-        time.sleep(0.05)
+        clock.sleep(0.05)
 
 
 def _place_line(place: SavePlace) -> str:

@@ -19,12 +19,13 @@ import json
 import os
 import socket
 import threading
-import time
 import weakref
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import BinaryIO
 
+from torchtitan_ext import clock
 from torchtitan_ext.errors import SaveInProgressError
 from torchtitan_ext.threads import naming_the_limit
 
@@ -70,7 +71,7 @@ class Owner:
     time: float
 
     def __str__(self) -> str:
-        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.time))
+        since = datetime.fromtimestamp(self.time, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
         return f"process {self.pid} on {self.host}, since {since}"
 
 
@@ -206,7 +207,7 @@ def is_dead(path: Path, state: LockState) -> bool:
     if is_surely_dead(state):
         return True
     # Also where it was touched in the future: one of the clocks was wrong.
-    return abs(time.time() - state.touched) > STALE_SECONDS and _stays_untouched(path, state, _WATCH_SECONDS)
+    return abs(clock.wall_seconds() - state.touched) > STALE_SECONDS and _stays_untouched(path, state, _WATCH_SECONDS)
 
 
 def is_surely_dead(state: LockState) -> bool:
@@ -216,13 +217,13 @@ def is_surely_dead(state: LockState) -> bool:
         if (owner.pid, owner.thread) == (os.getpid(), threading.get_native_id()):
             return True
         return _has_ended(owner)
-    return time.time() - state.touched > _VERY_OLD_SECONDS
+    return clock.wall_seconds() - state.touched > _VERY_OLD_SECONDS
 
 
 def _stays_untouched(path: Path, state: LockState, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        time.sleep(min(0.1, seconds))
+    deadline = clock.now() + seconds
+    while clock.now() < deadline:
+        clock.sleep(min(0.1, seconds))
         current = read_lock(path)
         if current != state:
             return False
@@ -235,7 +236,7 @@ def _in_progress(lock: Path, path: str, owner: Owner | None) -> SaveInProgressEr
 
 def _keep_alive(descriptor: int, released: threading.Event, lock: weakref.ref[SaveLock]) -> None:
     try:
-        while not released.wait(HEARTBEAT_SECONDS) and lock() is not None:
+        while not clock.wait(released, HEARTBEAT_SECONDS) and lock() is not None:
             with contextlib.suppress(OSError):  # a file server that is away for a while
                 os.utime(descriptor)
     finally:
@@ -245,7 +246,7 @@ def _keep_alive(descriptor: int, released: threading.Event, lock: weakref.ref[Sa
 def _this_thread(save_id: str, target: Path) -> Owner:
     pid, thread = os.getpid(), threading.get_native_id()
     started = _start_of(pid, thread)
-    return Owner(save_id, str(target), socket.gethostname(), _machine(), pid, thread, started, time.time())
+    return Owner(save_id, str(target), socket.gethostname(), _machine(), pid, thread, started, clock.wall_seconds())
 
 
 def _has_ended(owner: Owner) -> bool:

@@ -11,9 +11,9 @@ that they were replaced long enough ago. Imports no torch.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
+from torchtitan_ext import clock
 from torchtitan_ext.errors import CheckpointFailedError, SaveInProgressError, UnknownOutcomeError, only_printed, warn
 from torchtitan_ext.storage.checkpoint_files import index_path, metadata_path
 from torchtitan_ext.storage.commit.commit import refuse_old_weights
@@ -75,7 +75,7 @@ class RunningObjectSave:
         arrives first commits, and the others conflict with it.
         """
         name = metadata_path(self._target, None).name
-        deadline = time.monotonic() + min(COMMIT_SECONDS, LEASE_SECONDS)
+        deadline = clock.now() + min(COMMIT_SECONDS, LEASE_SECONDS)
         pause, reason = _FIRST_PAUSE, ""
         self._may_be_committed = True
         while True:
@@ -97,9 +97,9 @@ class RunningObjectSave:
                 if not _is_same(found, self._replaced):
                     self._may_be_committed = False
                     raise SaveInProgressError(str(self._target), "another save, which has committed first", "")
-            if time.monotonic() > deadline:
+            if clock.now() > deadline:
                 raise UnknownOutcomeError(str(self._target), self._save_id, reason)
-            time.sleep(pause)
+            clock.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _read_back(self, name: str, metadata: bytes) -> tuple[ObjectStamp | None, bool]:

@@ -13,10 +13,10 @@ import json
 import os
 import socket
 import threading
-import time
 import weakref
 from functools import partial
 
+from torchtitan_ext import clock
 from torchtitan_ext.errors import SaveInProgressError
 from torchtitan_ext.storage.objects.folder import ConflictError, ObjectFolder
 from torchtitan_ext.threads import BackgroundThread
@@ -58,7 +58,7 @@ class Lease:
         self._folder = folder
         self._name = lease_name(save_id)
         self._released = threading.Event()
-        owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": clock.wall_seconds()}
         folder.put(self._name, json.dumps(owner).encode())
         renew = partial(_renew, folder, self._name, self._released, weakref.ref(self))
         BackgroundThread("torchtitan_ext.lease", renew, end=self._released.set)
@@ -99,12 +99,12 @@ class Lease:
 
 
 def _renew(folder: ObjectFolder, name: str, released: threading.Event, lease: weakref.ref[Lease]) -> None:
-    while not released.wait(RENEW_SECONDS) and lease() is not None:
+    while not clock.wait(released, RENEW_SECONDS) and lease() is not None:
         try:
             found, known = folder.read_stamped(name)
             if decision_in(found) is not None:
                 return
-            folder.put_if(name, noted(found, renewed=time.time()), known)
+            folder.put_if(name, noted(found, renewed=clock.wall_seconds()), known)
         except FileNotFoundError:  # a clean-up has taken it
             return
         except (ConflictError, OSError):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from datetime import datetime, timezone
+from datetime import datetime
 from typing import NamedTuple
 
-from torchtitan_ext import _core
+from torchtitan_ext import _core, clock
 from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage.checkpoint_files import index_path, shown
 from torchtitan_ext.storage.commit.branch import HEAD_BYTES
@@ -53,7 +53,7 @@ def _list_object_step(number: int, step: Location) -> ListedStep | None:
     found = folder.stamps()
     if not found:  # some stores list folders of which all objects were deleted
         return None
-    metadata, lease = found.get(".metadata"), living_lease(found, datetime.now(timezone.utc))
+    metadata, lease = found.get(".metadata"), living_lease(found, clock.utc_now())
     owner = {} if lease is None else json.loads(folder.read(lease))
     saver = f"process {owner['pid']} on {owner['host']}" if owner else None
     listed = ListedStep(

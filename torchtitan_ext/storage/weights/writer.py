@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import resource
-import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.futures import Future
 
-from torchtitan_ext import _core
+from torchtitan_ext import _core, clock
 from torchtitan_ext.errors import DamagedCheckpointError, Problem, WrongValueError, argument_error, refusal, warn
 from torchtitan_ext.storage.checkpoint_files import safetensors_paths, sync_directory, thread_count_of
 from torchtitan_ext.storage.commit.commit import NotSharedError
@@ -297,19 +296,19 @@ class SafetensorsWriter(StorageWriter):
         Raises:
             NotSharedError: This rank does not see the files.
         """
-        deadline = time.monotonic() + _SHOWN_SECONDS
+        deadline = clock.now() + _SHOWN_SECONDS
         while True:
             try:
                 for path in paths:
                     path.stat()
                 return find_places(directory, fqns, num_files=num_files)
             except (FileNotFoundError, DamagedCheckpointError) as error:
-                if time.monotonic() > deadline:
+                if clock.now() > deadline:
                     raise NotSharedError(
                         f"{self.path} is not in a shared directory: rank {self.rank} does not see what the coordinator "
                         "wrote there; save to a file system that all ranks have"
                     ) from error
-            time.sleep(0.05)
+            clock.sleep(0.05)
 
 
 def _parts_of(

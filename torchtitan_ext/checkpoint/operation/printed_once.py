@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
 
+from torchtitan_ext import clock
 from torchtitan_ext.errors.refusals import StateRefusedError
 
 # A launcher ends all ranks when the first one has ended: rank 0 gets the time to print.
@@ -40,7 +40,7 @@ class _ExceptHook:
 
 
 def _print_line(error: BaseException, rank: int, trace: TracebackType | None) -> None:
-    time.sleep(_HEAD_START_SECONDS)
+    clock.sleep(_HEAD_START_SECONDS)
     own = traceback.extract_tb(trace)[0]
     headline = str(error).partition("\n")[0].rstrip(":")
     print(f"rank {rank}, {own.filename}:{own.lineno}: {headline}, which rank 0 prints", file=sys.stderr)
