@@ -13,6 +13,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "bindings/arrays.h"
 #include "bindings/convert.h"
 #include "core/block_ledger.h"
 #include "core/torch_pickle.h"
@@ -265,9 +266,7 @@ int64_t add_checked_file(RunReader& reader, const std::string& path, const Saved
     throw_format_error(path, std::min(expected.num_bytes, file.num_bytes()), "the file has ", file.num_bytes(),
                        " bytes, expected ", expected.num_bytes);
   }
-  std::string bytes(static_cast<size_t>(expected.num_bytes - expected.footer_offset), '\0');
-  iovec piece{bytes.data(), bytes.size()};
-  file.read_at({&piece, 1}, expected.footer_offset);
+  const std::string bytes = read_footer(file, expected.footer_offset, expected.num_bytes);
   Footer footer = parse_footer(bytes, path, expected.footer_offset);
   if (footer.save_id != expected_id) {
     throw_format_error(path, expected.footer_offset, "the file belongs to another save");
@@ -362,13 +361,13 @@ void define_run_writer(py::module_& module) {
   py::class_<Packed>(module, "PackedRuns")
       .def_readonly("counts", &Packed::counts)
       .def_property_readonly("runs",
-                             [](Packed& self) {
-                               return py::memoryview::from_memory(
-                                   self.runs.data(), static_cast<py::ssize_t>(self.runs.size() * sizeof(int64_t)),
-                                   false);
+                             [](const py::object& self) {
+                               const auto& runs = self.cast<const Packed&>().runs;
+                               return view_of(runs.data(), runs.size(), self);
                              })
-      .def_property_readonly("data", [](Packed& self) {
-        return py::memoryview::from_memory(self.data.data(), static_cast<py::ssize_t>(self.data.size()), false);
+      .def_property_readonly("data", [](const py::object& self) {
+        const std::string& data = self.cast<const Packed&>().data;
+        return view_of(reinterpret_cast<const uint8_t*>(data.data()), data.size(), self);
       });
   py::class_<RunWriter>(module, "RunWriter")
       .def(py::init<>())
@@ -388,9 +387,9 @@ void define_run_writer(py::module_& module) {
           },
           Unlocked(), py::arg("rank_of_file"), py::arg("num_ranks"))
       .def("add_packed",
-           [](RunWriter& self, uintptr_t runs, int64_t num_runs, uintptr_t data) {
-             self.add_packed(std::span(reinterpret_cast<const int64_t*>(runs), static_cast<size_t>(3 * num_runs)),
-                             data);
+           [](RunWriter& self, uintptr_t runs, int64_t num_runs, uintptr_t data, int64_t num_bytes) {
+             self.add_packed(std::span(reinterpret_cast<const int64_t*>(runs), static_cast<size_t>(3 * num_runs)), data,
+                             num_bytes);
            })
       .def_property_readonly("queued_bytes", &RunWriter::queued_bytes)
       .def("write", &RunWriter::write, Unlocked(), py::arg("num_threads"), py::arg("starts_write_back"))
