@@ -730,6 +730,9 @@ def find_footer(path: str, name: str, descriptor: int) -> RankFile | None:
     """The file as an index would name it, without its records, and with the save id of its footer; ``None`` where the
     file does not end with a footer."""
 
+def has_footer(file: RankFile, descriptor: int) -> bool:
+    """Whether an opened file has the size and the footer that an index describes."""
+
 class StoredTensor:
     """Where the elements of a tensor lie in a file; without strides row-major. ``data_offset`` is the byte of the file
     at which element 0 begins, ``dtype`` the name in torch, without the module."""

@@ -279,6 +279,17 @@ int64_t add_checked_file(RunReader& reader, const std::string& path, const Saved
   return reader.add_file(std::move(file), expected.num_bytes, std::move(checksums));
 }
 
+// Whether a file has the size and the footer that an index describes.
+bool has_footer(const SavedFile& expected, int descriptor) {
+  const File file = File::open(expected.name, descriptor);
+  if (file.num_bytes() != expected.num_bytes) return false;
+  try {
+    return digest_of(read_footer(file, expected.footer_offset, expected.num_bytes)) == expected.footer_digest;
+  } catch (const FormatError&) {
+    return false;
+  }
+}
+
 // What an index would say of a file but for its records.
 std::optional<SavedFile> find_footer_py(const std::string& path, std::string name, int descriptor) {
   const std::optional<FoundFooter> found = find_footer(File::open(path, descriptor));
@@ -592,6 +603,7 @@ void define_storage(py::module_& module) {
       py::arg("bytes"), py::arg("where"));
   module.def("parse_records", &records_of, py::arg("file"));
   module.def("find_footer", &find_footer_py, py::arg("path"), py::arg("name"), py::arg("descriptor"));
+  module.def("has_footer", &has_footer, py::arg("file"), py::arg("descriptor"));
   module.def("exchange_paths", &exchange_paths, Unlocked());
   module.def("is_on_fuse", &is_on_fuse, Unlocked());
   module.def("is_on_network", &is_on_network, Unlocked());
