@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -355,7 +356,8 @@ void define_ledger(py::module_& module) {
       .def("unverified", &BlockLedger::unverified)
       .def("take_part", &BlockLedger::take_part)
       // What this process has read, another one has not.
-      .def(py::pickle([](const BlockLedger&) { return py::tuple(); }, [](const py::tuple&) { return BlockLedger(); }))
+      .def(py::pickle([](const BlockLedger&) { return py::tuple(); },
+                      [](const py::tuple&) { return std::make_unique<BlockLedger>(); }))
       .def("message", [](const BlockLedger& self, std::string_view copy) { return py::bytes(self.message(copy)); });
   module.def("deal_blocks", &deal_blocks_py);
 }
