@@ -522,7 +522,9 @@ torch.ops.load_library = broken
 )
 def test_in_place_without_the_library_of_this_torch(missing: str) -> None:
     program = """
-from torchtitan_ext import ops
+from torch.autograd import forward_ad
+
+from torchtitan_ext import op_library, ops
 
 flat, tensors = torch.arange(4.0), [torch.zeros(4)]
 ops.unflatten_tensors_(tensors, flat)
@@ -533,6 +535,22 @@ except RuntimeError as error:
     assert "unflatten_tensors_ is not differentiable" in str(error), error
 else:
     raise AssertionError("written although it requires grad")
+with forward_ad.dual_level():
+    dual = forward_ad.make_dual(torch.zeros(4), torch.ones(4))
+    for written, read in (([dual], flat), ([torch.zeros(4)], forward_ad.make_dual(flat, flat))):
+        try:
+            op_library.kernels.unflatten_tensors_(written, read.view(torch.uint8) if read is flat else read)
+        except RuntimeError as error:
+            assert "has a forward gradient" in str(error), error
+        else:
+            raise AssertionError("the tangent is lost")
+for view in (torch.zeros(4, dtype=torch.complex64).conj(), torch._neg_view(torch.zeros(4))):
+    try:
+        op_library.kernels.unflatten_tensors_([view], torch.zeros(32, dtype=torch.uint8))
+    except ValueError as error:
+        assert "conjugated or negated view" in str(error), error
+    else:
+        raise AssertionError("written through a lazy view")
 with torch.inference_mode():
     inference = torch.zeros(4)
 try:

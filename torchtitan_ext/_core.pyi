@@ -661,7 +661,7 @@ def has_cast(stored_dtype: str, dtype: str) -> bool:
     """Whether ``add_box`` casts elements of a dtype to another one."""
 
 class PackedRuns:
-    """What a rank sends to those that write the files: memory that lives as long as this.
+    """What a rank sends to those that write the files. Its arrays keep it.
 
     Attributes:
         counts: Runs and bytes for each rank.
@@ -672,17 +672,18 @@ class PackedRuns:
     @property
     def counts(self) -> list[tuple[int, int]]: ...
     @property
-    def runs(self) -> memoryview: ...
+    def runs(self) -> npt.NDArray[np.int64]: ...
     @property
-    def data(self) -> memoryview: ...
+    def data(self) -> npt.NDArray[np.uint8]: ...
 
 class RunWriter:
     def add_file(self, path: bytes, num_bytes: int, is_written: bool = True) -> int:
         """A file that exists already, of so many bytes in the end. It is opened where this rank writes it."""
     def pack(self, rank_of_file: Sequence[int], num_ranks: int) -> PackedRuns:
         """Takes out the boxes that were added, for the ranks that write the files."""
-    def add_packed(self, runs: int, num_runs: int, data: int, /) -> None:
-        """Adds what other ranks have packed, at these addresses."""
+    def add_packed(self, runs: int, num_runs: int, data: int, num_bytes: int, /) -> None:
+        """Adds what other ranks have packed, at these addresses. Raises ValueError where the runs are not those of so
+        many bytes."""
     def add_box(
         self,
         file: int,
@@ -728,6 +729,9 @@ def parse_records(file: RankFile) -> list[SavedRecord]: ...
 def find_footer(path: str, name: str, descriptor: int) -> RankFile | None:
     """The file as an index would name it, without its records, and with the save id of its footer; ``None`` where the
     file does not end with a footer."""
+
+def has_footer(file: RankFile, descriptor: int) -> bool:
+    """Whether an opened file has the size and the footer that an index describes."""
 
 class StoredTensor:
     """Where the elements of a tensor lie in a file; without strides row-major. ``data_offset`` is the byte of the file

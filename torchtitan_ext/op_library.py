@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import argument_error
@@ -75,7 +76,14 @@ def bump_version_of(name: str, *arguments: int) -> None:
                 f"{name} is not differentiable: an argument requires grad; call it under torch.no_grad(), "
                 "or use the form without the final underscore"
             )
+        if any(_has_forward_gradient(tensor) for value in args for tensor in _tensors_in(value)):
+            raise RuntimeError(
+                f"{name} is not differentiable: an argument has a forward gradient; use the form without the final "
+                "underscore"
+            )
         written = [tensor for argument in arguments for tensor in _tensors_in(args[argument])]
+        if any(tensor.is_conj() or tensor.is_neg() for tensor in written):
+            raise ValueError(f"{name}: an argument is a lazily conjugated or negated view; pass what it views")
         if not torch.is_inference_mode_enabled() and any(tensor.is_inference() for tensor in written):
             raise RuntimeError(
                 f"{name} cannot write: a tensor was made in inference mode and is written outside of it; call under "
@@ -197,6 +205,10 @@ def _tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     return value if isinstance(value, list) and value and isinstance(value[0], Tensor) else []
+
+
+def _has_forward_gradient(tensor: Tensor) -> bool:
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _explained(name: str, args: tuple[Any, ...], error: RuntimeError) -> Exception:

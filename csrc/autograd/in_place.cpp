@@ -102,8 +102,7 @@ void in_place(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   for (const at::Tensor& tensor : written) {
     if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
   }
-  const ops::PythonLock lock;
-  written.clear();
+  ops::give_back(std::move(written));
 }
 
 TORCH_LIBRARY_IMPL(torchtitan_ext, ADInplaceOrView, library) {

@@ -20,4 +20,10 @@ Array<T> array_of(std::span<const T> elements) {
   return Array<T>(static_cast<pybind11::ssize_t>(elements.size()), elements.data());
 }
 
+// Memory of a C++ object as an array, which keeps the object of Python that owns it.
+template <typename T>
+Array<T> view_of(const T* data, size_t count, const pybind11::object& owner) {
+  return Array<T>(static_cast<pybind11::ssize_t>(count), data, owner);
+}
+
 }  // namespace torchtitan_ext::bindings

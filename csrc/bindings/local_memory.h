@@ -47,15 +47,16 @@ struct LocalMemory {
   }
 };
 
-// Each tensor is asked once. The caller keeps all of them.
+// Each tensor is asked once, and kept.
 class LocalMemories {
  public:
   // By its key in a dict; null where it has none.
   const LocalMemory* find(const pybind11::dict& tensors, const pybind11::object& fqn) {
     const pybind11::object held = find_in(tensors, fqn);
     if (!held) return nullptr;
-    LocalMemory& memory = memories_[held.ptr()];
-    if (memory.dtype.empty()) {
+    auto& [owner, memory] = memories_[held.ptr()];
+    if (!owner) {
+      owner = held;
       memory = {held.attr("data_ptr")().cast<uintptr_t>(), to_sizes(held.attr("shape")),
                 to_sizes(held.attr("stride")()), dtypes_.of(held.attr("dtype"))};
     }
@@ -63,7 +64,7 @@ class LocalMemories {
   }
 
  private:
-  std::unordered_map<PyObject*, LocalMemory> memories_;
+  std::unordered_map<PyObject*, std::pair<pybind11::object, LocalMemory>> memories_;
   DtypeNames dtypes_;
 };
 

@@ -7,12 +7,14 @@
 
 #include <algorithm>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <unordered_map>
 #include <vector>
 
+#include "bindings/arrays.h"
 #include "bindings/convert.h"
 #include "core/block_ledger.h"
 #include "core/torch_pickle.h"
@@ -265,9 +267,7 @@ int64_t add_checked_file(RunReader& reader, const std::string& path, const Saved
     throw_format_error(path, std::min(expected.num_bytes, file.num_bytes()), "the file has ", file.num_bytes(),
                        " bytes, expected ", expected.num_bytes);
   }
-  std::string bytes(static_cast<size_t>(expected.num_bytes - expected.footer_offset), '\0');
-  iovec piece{bytes.data(), bytes.size()};
-  file.read_at({&piece, 1}, expected.footer_offset);
+  const std::string bytes = read_footer(file, expected.footer_offset, expected.num_bytes);
   Footer footer = parse_footer(bytes, path, expected.footer_offset);
   if (footer.save_id != expected_id) {
     throw_format_error(path, expected.footer_offset, "the file belongs to another save");
@@ -278,6 +278,17 @@ int64_t add_checked_file(RunReader& reader, const std::string& path, const Saved
   FileChecksums checksums{footer.block_bytes, footer.covered_bytes, std::move(footer.checksums)};
   if (ledger != nullptr) checksums.states = ledger->file(expected.name, checksums.checksums.size());
   return reader.add_file(std::move(file), expected.num_bytes, std::move(checksums));
+}
+
+// Whether a file has the size and the footer that an index describes.
+bool has_footer(const SavedFile& expected, int descriptor) {
+  const File file = File::open(expected.name, descriptor);
+  if (file.num_bytes() != expected.num_bytes) return false;
+  try {
+    return digest_of(read_footer(file, expected.footer_offset, expected.num_bytes)) == expected.footer_digest;
+  } catch (const FormatError&) {
+    return false;
+  }
 }
 
 // What an index would say of a file but for its records.
@@ -345,7 +356,8 @@ void define_ledger(py::module_& module) {
       .def("unverified", &BlockLedger::unverified)
       .def("take_part", &BlockLedger::take_part)
       // What this process has read, another one has not.
-      .def(py::pickle([](const BlockLedger&) { return py::tuple(); }, [](const py::tuple&) { return BlockLedger(); }))
+      .def(py::pickle([](const BlockLedger&) { return py::tuple(); },
+                      [](const py::tuple&) { return std::make_unique<BlockLedger>(); }))
       .def("message", [](const BlockLedger& self, std::string_view copy) { return py::bytes(self.message(copy)); });
   module.def("deal_blocks", &deal_blocks_py);
 }
@@ -362,13 +374,13 @@ void define_run_writer(py::module_& module) {
   py::class_<Packed>(module, "PackedRuns")
       .def_readonly("counts", &Packed::counts)
       .def_property_readonly("runs",
-                             [](Packed& self) {
-                               return py::memoryview::from_memory(
-                                   self.runs.data(), static_cast<py::ssize_t>(self.runs.size() * sizeof(int64_t)),
-                                   false);
+                             [](const py::object& self) {
+                               const auto& runs = self.cast<const Packed&>().runs;
+                               return view_of(runs.data(), runs.size(), self);
                              })
-      .def_property_readonly("data", [](Packed& self) {
-        return py::memoryview::from_memory(self.data.data(), static_cast<py::ssize_t>(self.data.size()), false);
+      .def_property_readonly("data", [](const py::object& self) {
+        const std::string& data = self.cast<const Packed&>().data;
+        return view_of(reinterpret_cast<const uint8_t*>(data.data()), data.size(), self);
       });
   py::class_<RunWriter>(module, "RunWriter")
       .def(py::init<>())
@@ -388,9 +400,9 @@ void define_run_writer(py::module_& module) {
           },
           Unlocked(), py::arg("rank_of_file"), py::arg("num_ranks"))
       .def("add_packed",
-           [](RunWriter& self, uintptr_t runs, int64_t num_runs, uintptr_t data) {
-             self.add_packed(std::span(reinterpret_cast<const int64_t*>(runs), static_cast<size_t>(3 * num_runs)),
-                             data);
+           [](RunWriter& self, uintptr_t runs, int64_t num_runs, uintptr_t data, int64_t num_bytes) {
+             self.add_packed(std::span(reinterpret_cast<const int64_t*>(runs), static_cast<size_t>(3 * num_runs)), data,
+                             num_bytes);
            })
       .def_property_readonly("queued_bytes", &RunWriter::queued_bytes)
       .def("write", &RunWriter::write, Unlocked(), py::arg("num_threads"), py::arg("starts_write_back"))
@@ -593,6 +605,7 @@ void define_storage(py::module_& module) {
       py::arg("bytes"), py::arg("where"));
   module.def("parse_records", &records_of, py::arg("file"));
   module.def("find_footer", &find_footer_py, py::arg("path"), py::arg("name"), py::arg("descriptor"));
+  module.def("has_footer", &has_footer, py::arg("file"), py::arg("descriptor"));
   module.def("exchange_paths", &exchange_paths, Unlocked());
   module.def("is_on_fuse", &is_on_fuse, Unlocked());
   module.def("is_on_network", &is_on_network, Unlocked());

@@ -68,14 +68,18 @@ ResolvedTransform resolve_py(const std::vector<StageArguments>& stages, const st
   return resolve(converted, tensors);
 }
 
-// Shape and chunks of each source; the chunks are kept alive by Python.
+// Shape and chunks of each source, and Python's objects that hold these chunks.
 struct MapSources {
   std::vector<MapSource> sources;
+  std::vector<py::object> owners;
 };
 
-MapSources make_sources(const std::vector<std::pair<Sizes, const ChunkIndex*>>& sources) {
+MapSources make_sources(const std::vector<std::pair<Sizes, py::object>>& sources) {
   MapSources made;
-  for (const auto& [shape, chunks] : sources) made.sources.push_back({shape, chunks});
+  for (const auto& [shape, chunks] : sources) {
+    made.sources.push_back({shape, chunks.cast<const ChunkIndex*>()});
+    made.owners.push_back(chunks);
+  }
   return made;
 }
 

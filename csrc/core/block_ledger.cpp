@@ -27,8 +27,8 @@ std::vector<Stretch> stretches_of(const BlockStates& states) {
   std::vector<Stretch> found;
   const auto size = static_cast<int64_t>(states.size());
   for (int64_t first = 0, last = 0; first < size; first = last) {
-    const BlockState state = states[static_cast<size_t>(first)];
-    for (last = first + 1; last < size && states[static_cast<size_t>(last)] == state;) ++last;
+    const BlockState state = states.at(static_cast<size_t>(first));
+    for (last = first + 1; last < size && states.at(static_cast<size_t>(last)) == state;) ++last;
     if (state == BlockState::kTouched || state == BlockState::kVerified) found.push_back({first, last, state});
   }
   return found;
@@ -93,16 +93,22 @@ class Dealer {
 }  // namespace
 
 std::shared_ptr<BlockStates> BlockLedger::file(const std::string& name, size_t num_blocks) {
+  const std::scoped_lock lock(mutex_);
   std::shared_ptr<BlockStates>& states = files_[name];
-  if (states == nullptr) states = std::make_shared<BlockStates>(num_blocks, BlockState::kUntouched);
+  if (states == nullptr) states = std::make_shared<BlockStates>(num_blocks);
   TTE_CHECK(states->size() == num_blocks, name, "has ", num_blocks, " blocks, and had ", states->size(),
             " before; please report");
   return states;
 }
 
+std::map<std::string, std::shared_ptr<BlockStates>> BlockLedger::files() const {
+  const std::scoped_lock lock(mutex_);
+  return files_;
+}
+
 std::vector<BlockRange> BlockLedger::unverified() const {
   std::vector<BlockRange> found;
-  for (const auto& [name, states] : files_) {
+  for (const auto& [name, states] : files()) {
     for (const Stretch& stretch : stretches_of(*states)) {
       if (stretch.state == BlockState::kTouched) found.push_back({name, stretch.first, stretch.last});
     }
@@ -111,17 +117,19 @@ std::vector<BlockRange> BlockLedger::unverified() const {
 }
 
 void BlockLedger::take_part(const std::vector<BlockRange>& part) {
-  for (const auto& [name, states] : files_) {
-    std::ranges::replace(*states, BlockState::kTouched, BlockState::kElsewhere);
+  const auto all = files();
+  for (const auto& [name, states] : all) {
+    for (size_t block = 0; block < states->size(); ++block) {
+      states->replace(block, BlockState::kTouched, BlockState::kElsewhere);
+    }
   }
   for (const BlockRange& range : part) {
-    const auto found = files_.find(range.file);
-    const auto size = static_cast<int64_t>(found == files_.end() ? 0 : found->second->size());
+    const auto found = all.find(range.file);
+    const auto size = static_cast<int64_t>(found == all.end() ? 0 : found->second->size());
     TTE_CHECK(range.first >= 0 && range.first <= range.last && range.last <= size, range.file, "has ", size,
               " blocks, got blocks ", range.first, " to ", range.last, " to verify; please report");
     for (int64_t block = range.first; block < range.last; ++block) {
-      BlockState& state = (*found->second)[static_cast<size_t>(block)];
-      if (state == BlockState::kElsewhere) state = BlockState::kTouched;
+      found->second->replace(static_cast<size_t>(block), BlockState::kElsewhere, BlockState::kTouched);
     }
   }
 }
@@ -129,8 +137,9 @@ void BlockLedger::take_part(const std::vector<BlockRange>& part) {
 std::string BlockLedger::message(std::string_view copy) const {
   WireWriter writer;
   writer.put_string(copy);
-  writer.put(files_.size());
-  for (const auto& [name, states] : files_) {
+  const auto all = files();
+  writer.put(all.size());
+  for (const auto& [name, states] : all) {
     const std::vector<Stretch> stretches = stretches_of(*states);
     writer.put_string(name);
     writer.put(stretches.size());

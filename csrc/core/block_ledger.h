@@ -11,9 +11,11 @@
 //   dealt out            2 to rank 0, 3 to rank 1
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -27,8 +29,24 @@ enum class BlockState : uint8_t {
   kVerified,
 };
 
-// The states of a file's blocks. Threads may write the states of different blocks at once.
-using BlockStates = std::vector<BlockState>;
+// The states of a file's blocks. Threads of several loads may note and read them at once.
+class BlockStates {
+ public:
+  explicit BlockStates(size_t num_blocks) : states_(num_blocks) {}
+
+  size_t size() const { return states_.size(); }
+  BlockState at(size_t block) const { return states_.at(block).load(); }
+  // A state that is higher already stays.
+  void raise(size_t block, BlockState state) {
+    BlockState now = states_.at(block).load();
+    while (now < state && !states_[block].compare_exchange_weak(now, state)) {
+    }
+  }
+  void replace(size_t block, BlockState state, BlockState by) { states_.at(block).compare_exchange_strong(state, by); }
+
+ private:
+  std::vector<std::atomic<BlockState>> states_;  // untouched at first
+};
 
 // Blocks [first, last) of a file.
 struct BlockRange {
@@ -39,6 +57,7 @@ struct BlockRange {
   bool operator==(const BlockRange&) const = default;
 };
 
+// Several threads may use it at once.
 class BlockLedger {
  public:
   // The states of a file by its name. A new file has `num_blocks` untouched ones; the same file has them for ever.
@@ -54,6 +73,9 @@ class BlockLedger {
   std::string message(std::string_view copy) const;
 
  private:
+  std::map<std::string, std::shared_ptr<BlockStates>> files() const;
+
+  mutable std::mutex mutex_;  // of the map
   std::map<std::string, std::shared_ptr<BlockStates>> files_;
 };
 

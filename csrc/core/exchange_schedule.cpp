@@ -101,4 +101,15 @@ std::vector<uint64_t> hash_pairs(int64_t rank, int64_t num_ranks, std::span<cons
   return hashes;
 }
 
+DeviceMeeting decide_meeting(std::span<const RankWire> ranks) {
+  DeviceMeeting meeting;
+  const auto sender = std::ranges::find_if(ranks, &RankWire::is_device);
+  if (sender == ranks.end()) return meeting;
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    if (ranks[rank].device_type != sender->device_type) meeting.ranks_without.push_back(static_cast<int64_t>(rank));
+    meeting.is_needed |= !ranks[rank].has_met;
+  }
+  return meeting;
+}
+
 }  // namespace torchtitan_ext::core

@@ -80,4 +80,20 @@ ExchangeSchedule schedule_exchange(int64_t rank, int64_t num_ranks, std::span<co
 // sizes of the boxes in their order. 0 where nothing does. Both ends of a pair find the same value.
 std::vector<uint64_t> hash_pairs(int64_t rank, int64_t num_ranks, std::span<const PeerBytes> boxes, bool is_sender);
 
+// How the messages of a rank travel, as it tells the others before the first one moves.
+struct RankWire {
+  bool is_device = false;    // from device to device
+  int64_t device_type = -1;  // from which the group sends without the host, and of which the rank has one; -1 for none
+  bool has_met = false;      // on its device, through this group
+};
+
+// A backend for devices connects all ranks of a group in the first call that they make, which all must make: a rank that
+// has nothing to send or receive would hold up the others. So where some rank's messages travel from device to device,
+// all ranks meet in one collective first, once on each device.
+struct DeviceMeeting {
+  bool is_needed = false;
+  std::vector<int64_t> ranks_without;  // a device of the kind from which others send: they cannot come
+};
+DeviceMeeting decide_meeting(std::span<const RankWire> ranks);
+
 }  // namespace torchtitan_ext::core

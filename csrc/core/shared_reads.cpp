@@ -35,6 +35,7 @@ Message decode_wanted(std::string_view bytes) {
     tag.name = in.get_string("name of a tag");
     tag.device = in.get_string("device");
     tag.item_bytes = static_cast<int64_t>(in.get_index("bytes of an element", 1 << 10));
+    if (tag.item_bytes == 0) in.fail("bytes of an element", "an element has none");
     const size_t flags = in.get_index("flags of a tag", 4);
     tag.is_cut = (flags & 1) != 0;
     tag.is_overwritten = (flags & 2) != 0;
@@ -49,6 +50,9 @@ Message decode_wanted(std::string_view bytes) {
     read.offsets = in.get_sizes("offsets of a read");
     read.sizes = in.get_sizes("sizes of a read");
     if (read.sizes.size() != read.offsets.size()) in.fail("sizes of a read", "they are not as many as its offsets");
+    for (size_t dim = 0; dim < read.sizes.size(); ++dim) {
+      if (read.sizes[dim] < 0 || read.offsets[dim] < 0) in.fail("sizes of a read", "a size or an offset is negative");
+    }
   }
   in.finish();
   return message;

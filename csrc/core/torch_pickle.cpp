@@ -11,15 +11,18 @@
 namespace torchtitan_ext::core {
 namespace {
 
-// So many tuples within each other are hashed in about a second; honest keys take fewer than their pickle has bytes.
-constexpr uint64_t kHashedTuples = 1 << 24;
-constexpr uint64_t kHashedPerByte = 16;
+// Steps that a pickle may take beyond one for each of its operations: to hash tuples within each other, to look at the
+// arguments of calls, which may be the same ones again, and to copy names. So many take about a second; honest pickles
+// take fewer than they have bytes.
+constexpr uint64_t kFewestSteps = 1 << 24;
+constexpr uint64_t kStepsPerByte = 16;
+
+constexpr const char* kManyArguments = "calls have so many arguments, or so long ones, that it takes too long to read";
 
 constexpr uint64_t kMost = uint64_t{1} << 62;  // sums of two fit
 
-struct EndlessKey : std::invalid_argument {
-  EndlessKey() : EndlessKey("keys of dicts, or members of sets, are tuples that take too long to hash") {}
-  explicit EndlessKey(const char* what) : invalid_argument(what) {}
+struct EndlessPickle : std::invalid_argument {
+  using invalid_argument::invalid_argument;
 };
 
 enum class Kind : uint8_t { kAnything, kInt, kText, kName, kStorage, kTuple, kList, kRange };
@@ -49,7 +52,7 @@ class Machine {
  public:
   // Reads one pickle that begins at `at`. Without `tensors`, persistent ids have no meaning.
   Machine(std::string_view data, size_t at, std::vector<PickledTensor>* tensors)
-      : data_(data), at_(at), num_left_(kHashedTuples + kHashedPerByte * data.size()), tensors_(tensors) {
+      : data_(data), at_(at), num_left_(kFewestSteps + kStepsPerByte * data.size()), tensors_(tensors) {
     containers_.emplace_back();  // the empty tuple
   }
 
@@ -178,10 +181,13 @@ class Machine {
     held.insert(held.end(), members.begin(), members.end());
   }
 
-  void hash(const Value& key) {
-    const uint64_t steps = cost(key);
-    if (steps > num_left_) throw EndlessKey();
+  void spend(uint64_t steps, const char* what) {
+    if (steps > num_left_) throw EndlessPickle(what);
     num_left_ -= steps;
+  }
+
+  void hash(const Value& key) {
+    spend(cost(key), "keys of dicts, or members of sets, are tuples that take too long to hash");
   }
 
   // Every `stride`-th of these is hashed.
@@ -191,9 +197,10 @@ class Machine {
 
   // What is called may hash the members of a list, or of lists in it: pairs of keys and values.
   void call(const Value& callee, const std::vector<Value>& arguments) {
+    spend(arguments.size(), kManyArguments);
     for (const Value& argument : arguments) {
-      if (argument.kind == Kind::kRange && static_cast<uint64_t>(argument.at) > kHashedTuples)
-        throw EndlessKey("something is made of a range of numbers that takes too long to count");
+      if (argument.kind == Kind::kRange && static_cast<uint64_t>(argument.at) > kFewestSteps)
+        throw EndlessPickle("something is made of a range of numbers that takes too long to count");
       if (argument.kind != Kind::kList) continue;
       for (const Value& member : container(argument).members) {
         hash(member.kind == Kind::kList ? Value{} : member);
@@ -210,7 +217,7 @@ class Machine {
       const std::string_view name = names_[static_cast<size_t>(callee.at)].name;
       if (name == "range" || name == "xrange") return push({Kind::kRange, 0, num_numbers(arguments)});
       if (name == "Fraction" && !arguments.empty() && has_large_exponent(arguments.front()))
-        throw EndlessKey("a fraction has an exponent that takes too long to work out");
+        throw EndlessPickle("a fraction has an exponent that takes too long to work out");
     }
     push({});
   }
@@ -230,9 +237,10 @@ class Machine {
   }
 
   // `Fraction("1e999999999")` is worked out; the text of a Fraction has no exponent.
-  bool has_large_exponent(const Value& value) const {
+  bool has_large_exponent(const Value& value) {
     if (value.kind != Kind::kText) return false;
     const std::string_view number = text(value, "");
+    spend(number.size(), kManyArguments);
     const size_t at = number.find_first_of("eE");
     return at != std::string_view::npos && number.size() - at > 6;
   }
@@ -245,11 +253,13 @@ class Machine {
 
   const std::vector<Value>& numbers(const Value& value) {
     require(is_container(value), "a tensor has sizes or strides that no tensor has");
+    spend(container(value).members.size(), kManyArguments);
     for (const Value& member : container(value).members) whole(member);
     return container(value).members;
   }
 
   void add(const Storage& storage, std::string_view dtype, int64_t num_elements) {
+    spend(storage.name.size() + storage.storage_class.size() + dtype.size(), kManyArguments);
     tensors_->push_back(
         {std::string(storage.name), std::string(storage.storage_class), std::string(dtype), num_elements});
   }
@@ -438,7 +448,8 @@ class Machine {
       case 0x81:    // NEWOBJ
       case 0x92: {  // NEWOBJ_EX
         const auto made = pop_values(operation == 0x81 ? 2 : 3);
-        call(made[0], is_container(made[1]) ? container(made[1]).members : std::vector<Value>{});
+        // What is no container has no members: neither has the empty tuple.
+        call(made[0], containers_[is_container(made[1]) ? static_cast<size_t>(made[1].at) : 0].members);
         break;
       }
       case 'i':  // INST
@@ -486,7 +497,7 @@ class Machine {
 
   std::string_view data_;
   size_t at_;
-  uint64_t num_left_;  // steps of hashing
+  uint64_t num_left_;  // steps
   std::vector<PickledTensor>* tensors_;
   std::vector<Value> stack_;
   std::vector<size_t> marks_;
@@ -502,7 +513,7 @@ void check_pickle_keys(std::string_view data, int num_pickles) {
   try {
     size_t at = 0;
     for (int index = 0; index < num_pickles; ++index) at = Machine(data, at, nullptr).run();
-  } catch (const EndlessKey&) {
+  } catch (const EndlessPickle&) {
     throw;
   } catch (const std::invalid_argument&) {  // for those to say who unpickle it
   }
@@ -512,7 +523,7 @@ std::vector<PickledTensor> find_pickled_tensors(std::string_view data) {
   std::vector<PickledTensor> tensors;
   try {
     Machine(data, 0, &tensors).run();
-  } catch (const EndlessKey&) {
+  } catch (const EndlessPickle&) {
     throw;
   } catch (const std::exception& error) {
     throw std::invalid_argument(concat("its pickle cannot be read: ", error.what()));

@@ -10,10 +10,7 @@ namespace torchtitan_ext::dist {
 class Arguments {
  public:
   Arguments(torch::jit::Stack& stack, size_t count) : values_(torch::jit::pop(stack, count)) {}
-  ~Arguments() {
-    const ops::PythonLock lock;
-    values_.clear();
-  }
+  ~Arguments() { ops::give_back(std::move(values_)); }
 
   const c10::IValue& operator[](size_t index) const { return values_[index]; }
 

@@ -53,12 +53,12 @@ class Broadcast {
   }
 
   void run() {
-    for (size_t index = 0; index < schedule_.flights.size(); ++index) {
-      if (in_flight_.size() == kNumBuckets) finish_oldest();
-      start(index);
+    try {
+      move_all();
+    } catch (...) {
+      keep_for_ever(buckets_);
+      throw;
     }
-    while (!in_flight_.empty()) finish_oldest();
-    // Not where a transfer failed: it may still write.
     for (at::Tensor& bucket : buckets_) {
       if (bucket.defined()) KeptBuckets::instance().give_back(std::move(bucket));
     }
@@ -69,6 +69,14 @@ class Broadcast {
     size_t flight;
     Works works;
   };
+
+  void move_all() {
+    for (size_t index = 0; index < schedule_.flights.size(); ++index) {
+      if (in_flight_.size() == kNumBuckets) finish_oldest();
+      start(index);
+    }
+    while (!in_flight_.empty()) finish_oldest();
+  }
 
   bool is_source() const { return group_->getRank() == src_; }
   at::Tensor& bucket_of(size_t flight) { return buckets_[flight % kNumBuckets]; }

@@ -97,19 +97,27 @@ class Exchange {
   }
 
   void run() {
-    for (size_t index = 0; index < plan_.schedule.steps.size(); ++index) {
-      if (in_flight_.size() == kNumBuckets) finish_oldest();
-      start(index);
+    try {
+      move_all();
+    } catch (...) {
+      keep_for_ever(buckets_);
+      throw;
     }
-    copy_own();
-    while (!in_flight_.empty()) finish_oldest();
-    // Not where a transfer failed: it may still write.
     for (at::Tensor& bucket : buckets_) {
       if (bucket.defined()) KeptBuckets::instance().give_back(std::move(bucket));
     }
   }
 
  private:
+  void move_all() {
+    for (size_t index = 0; index < plan_.schedule.steps.size(); ++index) {
+      if (in_flight_.size() == kNumBuckets) finish_oldest();
+      start(index);
+    }
+    copy_own();
+    while (!in_flight_.empty()) finish_oldest();
+  }
+
   // One of both directions. Of each bucket the first bytes are for what is sent, the others for what is received.
   struct Direction {
     const ExchangeBoxes* boxes = nullptr;
@@ -396,10 +404,7 @@ PlannedExchange::PlannedExchange(std::vector<at::Tensor> sources, std::vector<at
 }
 
 // Tensors of Python's are given back under its lock.
-PlannedExchange::~PlannedExchange() {
-  const ops::PythonLock lock;
-  state_.reset();
-}
+PlannedExchange::~PlannedExchange() { ops::give_back(std::move(state_)); }
 
 void PlannedExchange::run_below_autograd(int64_t digest, double timeout_seconds) {
   const Group group = group_named(state_->group_name);
@@ -411,7 +416,9 @@ void PlannedExchange::run_below_autograd(int64_t digest, double timeout_seconds)
   try {
     TORCH_CHECK_VALUE(digest != kRefusal, kExchange, ": refused by this rank's caller");
     if (plan) {
-      statement = {false, digest, plan->bucket_bytes, plan->wire, plan->sent_hashes, plan->received_hashes};
+      statement = {
+          false, digest, plan->bucket_bytes, plan->wire, std::nullopt, plan->sent_hashes, plan->received_hashes};
+      if (group) statement.device = sending_device(*group, plan->device);
       transfer.emplace(*plan, group, timeout);
     }
   } catch (...) {
@@ -421,7 +428,7 @@ void PlannedExchange::run_below_autograd(int64_t digest, double timeout_seconds)
   const at::Device device = plan ? plan->device : at::Device(at::kCPU);
   // Groups allocate and wait on the current device; without this every rank would open a context on GPU 0.
   const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::optional(device));
-  if (size_of(group) > 1) agree(*group, statement, device, timeout);
+  if (size_of(group) > 1) agree(group, statement, device, timeout);
   if (refusal) std::rethrow_exception(refusal);
   try {
     transfer->run();

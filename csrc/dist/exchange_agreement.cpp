@@ -5,10 +5,12 @@
 #include <algorithm>
 #include <functional>
 #include <map>
+#include <mutex>
 #include <numeric>
 #include <string>
 
 #include "core/check.h"
+#include "core/exchange_schedule.h"
 #include "dist/exchange_boxes.h"
 #include "dist/transfers.h"
 
@@ -16,7 +18,7 @@ namespace torchtitan_ext::dist {
 namespace {
 
 // The columns of the gathered table, a row for each rank.
-enum Column { kRefused, kDigest, kBucketBytes, kWire, kHash, kNumColumns };
+enum Column { kRefused, kDigest, kBucketBytes, kWire, kHash, kDeviceType, kHasMet, kNumColumns };
 
 constexpr size_t kMaxListed = 10;
 // Beyond this a table with a hash for each pair of ranks is too large, even to tell an error.
@@ -41,6 +43,46 @@ at::Device device_of(const c10d::ProcessGroup& group, const at::Device& own) {
   return group.getBoundDeviceId().value_or(c10::impl::VirtualGuardImpl(type).getDevice());
 }
 
+// Groups and the devices on which all their ranks have met (core::decide_meeting).
+class Meetings {
+ public:
+  static Meetings& instance() {
+    static auto* const meetings = new Meetings;
+    return *meetings;
+  }
+
+  bool has(const GroupPointer& group, const at::Device& device) {
+    const std::scoped_lock lock(mutex_);
+    std::erase_if(met_, [](const Met& met) { return met.group.expired(); });
+    return std::ranges::any_of(
+        met_, [&](const Met& met) { return met.device == device && met.group.lock().get() == group.get(); });
+  }
+
+  void add(const GroupPointer& group, const at::Device& device) {
+    const std::scoped_lock lock(mutex_);
+    met_.push_back({c10::weak_intrusive_ptr<c10d::ProcessGroup>(group), device});
+  }
+
+ private:
+  struct Met {
+    c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
+    at::Device device;
+  };
+  std::mutex mutex_;
+  std::vector<Met> met_;
+};
+
+// Collective: on its device each rank enters one collective of the group.
+void meet(c10d::ProcessGroup& group, const at::Device& device) {
+  const c10::DeviceGuard guard(device);
+  try {
+    std::vector<at::Tensor> one = {at::zeros({1}, at::TensorOptions().device(device))};
+    group.allreduce(one)->wait();
+  } catch (...) {
+    raise_transfer_failure("exchange_runs_: while ranks were connected; nothing was moved: ");
+  }
+}
+
 // The rows of all ranks, as a CPU tensor of int64.
 at::Tensor gather(c10d::ProcessGroup& group, const at::Tensor& own, const at::Device& device,
                   std::chrono::milliseconds timeout) {
@@ -58,7 +100,7 @@ at::Tensor gather(c10d::ProcessGroup& group, const at::Tensor& own, const at::De
   }
 }
 
-at::Tensor row_of(const ExchangeStatement& own) {
+at::Tensor row_of(const ExchangeStatement& own, bool has_met) {
   at::Tensor row = at::zeros({kNumColumns}, at::kLong);
   int64_t* values = row.mutable_data_ptr<int64_t>();
   values[kRefused] = own.is_refused;
@@ -70,6 +112,8 @@ at::Tensor row_of(const ExchangeStatement& own) {
   const uint64_t sent = std::accumulate(own.sent_hashes.begin(), own.sent_hashes.end(), uint64_t{0});
   const uint64_t received = std::accumulate(own.received_hashes.begin(), own.received_hashes.end(), uint64_t{0});
   values[kHash] = static_cast<int64_t>(sent - received);
+  values[kDeviceType] = own.device ? static_cast<int64_t>(own.device->type()) : -1;
+  values[kHasMet] = has_met;
   return row;
 }
 
@@ -82,6 +126,15 @@ class Table {
 
   size_t num_ranks() const { return values_.size() / num_columns_; }
   int64_t operator()(size_t rank, size_t column) const { return values_[rank * num_columns_ + column]; }
+
+  std::vector<core::RankWire> wires() const {
+    std::vector<core::RankWire> ranks;
+    for (size_t rank = 0; rank < num_ranks(); ++rank) {
+      const bool is_device = (*this)(rank, kWire) == static_cast<int64_t>(Wire::kDevice);
+      ranks.push_back({is_device, (*this)(rank, kDeviceType), (*this)(rank, kHasMet) != 0});
+    }
+    return ranks;
+  }
 
   bool any(Column column, int64_t value) const { return !ranks_where(column, std::equal_to<>(), value).empty(); }
   std::vector<std::string> ranks_with(Column column, int64_t value) const {
@@ -130,10 +183,23 @@ std::string unequal_pairs(c10d::ProcessGroup& group, const ExchangeStatement& ow
 
 }  // namespace
 
-bool agree(c10d::ProcessGroup& group, const ExchangeStatement& own, const at::Device& device,
+std::optional<at::Device> sending_device(c10d::ProcessGroup& group, const at::Device& own) {
+  if (!own.is_cpu() && supports_coalescing(group, own.type())) return own;
+  for (const c10::Device& device : group.getDeviceTypes()) {
+    const c10::DeviceType type = device.type();
+    if (type == at::kCPU || !c10::impl::hasDeviceGuardImpl(type) || !supports_coalescing(group, type)) continue;
+    const c10::impl::VirtualGuardImpl guard(type);
+    if (guard.deviceCount() > 0) return group.getBoundDeviceId().value_or(guard.getDevice());
+  }
+  return std::nullopt;
+}
+
+bool agree(const GroupPointer& group_pointer, const ExchangeStatement& own, const at::Device& device,
            std::chrono::milliseconds timeout) {
-  const at::Device meeting_place = device_of(group, device);
-  const Table table(gather(group, row_of(own), meeting_place, timeout));
+  c10d::ProcessGroup& group = *group_pointer;
+  const at::Device gathers_on = device_of(group, device);
+  const bool has_met = own.device && Meetings::instance().has(group_pointer, *own.device);
+  const Table table(gather(group, row_of(own, has_met), gathers_on, timeout));
   if (own.is_refused) return false;
   const std::vector<std::string> refusers = table.ranks_with(kRefused, 1);
   TORCH_CHECK_VALUE(refusers.empty(), kExchange, ": refused by rank(s) ", listed(refusers),
@@ -152,7 +218,17 @@ bool agree(c10d::ProcessGroup& group, const ExchangeStatement& own, const at::De
   for (size_t rank = 0; rank < table.num_ranks(); ++rank) sum += static_cast<uint64_t>(table(rank, kHash));
   if (sum != 0) {
     TORCH_CHECK_VALUE(false, kExchange, ": what is sent is not what is expected, from ",
-                      unequal_pairs(group, own, meeting_place, timeout), "; nothing was moved");
+                      unequal_pairs(group, own, gathers_on, timeout), "; nothing was moved");
+  }
+  const core::DeviceMeeting meeting = core::decide_meeting(table.wires());
+  std::vector<std::string> without;
+  for (const int64_t rank : meeting.ranks_without) without.push_back(std::to_string(rank));
+  TORCH_CHECK_VALUE(without.empty(), kExchange, ": rank(s) ", listed(without),
+                    " have no device of the kind from which others send, and all ranks of the group must be connected; "
+                    "nothing was moved");
+  if (meeting.is_needed) {
+    meet(group, *own.device);
+    Meetings::instance().add(group_pointer, *own.device);
   }
   return true;
 }

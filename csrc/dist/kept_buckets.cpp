@@ -21,9 +21,9 @@ KeptBuckets& KeptBuckets::instance() {
 }
 
 at::Tensor KeptBuckets::take(int64_t num_bytes, const at::TensorOptions& options) {
-  if (options.device().is_cpu() && !options.pinned_memory()) {
+  if (options.device().is_cpu()) {
     const std::scoped_lock lock(mutex_);
-    for (at::Tensor& free : free_) {
+    for (at::Tensor& free : free_[options.pinned_memory()]) {
       if (!free.defined() || free.numel() < num_bytes) continue;
       return std::exchange(free, at::Tensor());
     }
@@ -33,8 +33,9 @@ at::Tensor KeptBuckets::take(int64_t num_bytes, const at::TensorOptions& options
 
 void KeptBuckets::give_back(at::Tensor bucket) {
   if (!bucket.is_cpu() || bucket.numel() > kMaxKeptBytes) return;
+  at::Tensor(&free)[kNumBuckets] = free_[bucket.is_pinned()];
   const std::scoped_lock lock(mutex_);
-  at::Tensor& smallest = *std::min_element(std::begin(free_), std::end(free_), is_smaller);
+  at::Tensor& smallest = *std::min_element(std::begin(free), std::end(free), is_smaller);
   if (!smallest.defined() || smallest.numel() < bucket.numel()) smallest = std::move(bucket);
 }
 

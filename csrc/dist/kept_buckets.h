@@ -15,7 +15,7 @@ constexpr size_t kNumBuckets = 3;
 // More than any backend sends at once; it leaves room for sums of sizes.
 constexpr int64_t kMaxBucketBytes = int64_t{1} << 40;
 
-// At most kNumBuckets buckets are kept, none larger than ops.DEFAULT_BUCKET_BYTES: who asks for more once need not miss it
+// At most kNumBuckets buckets of each kind, pageable and pinned, are kept, none larger than ops.DEFAULT_BUCKET_BYTES: who asks for more once need not miss it
 // for ever. They are never taken down: at exit other statics may be gone.
 class KeptBuckets {
  public:
@@ -28,7 +28,7 @@ class KeptBuckets {
 
  private:
   std::mutex mutex_;
-  at::Tensor free_[kNumBuckets];
+  at::Tensor free_[2][kNumBuckets];  // of pageable memory, and of pinned memory
 };
 
 }  // namespace torchtitan_ext::dist

@@ -3,6 +3,9 @@
 
 #include <dlfcn.h>
 
+#include <type_traits>
+#include <utility>
+
 namespace torchtitan_ext::ops {
 
 // Held while a list of tensors is given back: a tensor that Python holds too tells it when the last other owner lets
@@ -15,6 +18,10 @@ class PythonLock {
   ~PythonLock() {
     if (is_held_) python().release(state_);
   }
+  // Python has begun to end: a thread that asks for its lock then is ended where it stands, and in a destructor that
+  // ends the process.
+  static bool is_ending() { return python().is_finalizing != nullptr && python().is_finalizing() != 0; }
+
   PythonLock(const PythonLock&) = delete;
   PythonLock& operator=(const PythonLock&) = delete;
 
@@ -23,6 +30,7 @@ class PythonLock {
     int (*is_initialized)();
     int (*ensure)();
     void (*release)(int state);
+    int (*is_finalizing)();
   };
 
   template <typename Function>
@@ -32,12 +40,29 @@ class PythonLock {
 
   static const Python& python() {
     static const Python found = {find<int (*)()>("Py_IsInitialized"), find<int (*)()>("PyGILState_Ensure"),
-                                 find<void (*)(int)>("PyGILState_Release")};
+                                 find<void (*)(int)>("PyGILState_Release"), find_is_finalizing()};
     return found;
+  }
+
+  // Public since Python 3.13, and there under this name before.
+  static int (*find_is_finalizing())() {
+    const auto found = find<int (*)()>("Py_IsFinalizing");
+    return found != nullptr ? found : find<int (*)()>("_Py_IsFinalizing");
   }
 
   bool is_held_;
   int state_ = 0;
 };
+
+// Gives back under Python's lock what holds tensors. Where Python is ending it stays, as all else that the process has.
+template <typename Owner>
+void give_back(Owner&& owner) {
+  if (PythonLock::is_ending()) {
+    new std::remove_reference_t<Owner>(std::move(owner));
+    return;
+  }
+  const PythonLock lock;
+  const std::remove_reference_t<Owner> gone = std::move(owner);
+}
 
 }  // namespace torchtitan_ext::ops

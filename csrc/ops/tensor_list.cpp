@@ -28,6 +28,7 @@ TensorList::TensorList(StableListHandle list) : TensorList() {
 }
 
 TensorList::~TensorList() {
+  if (PythonLock::is_ending()) return;  // they stay, as all else that the process has
   const PythonLock lock;
   for (const AtenTensorHandle handle : handles_) aoti_torch_delete_tensor_object(handle);
 }

@@ -14,6 +14,9 @@ constexpr std::string_view kMagic = "TTEFOOTR", kTrailerMagic = "TTETRAIL";
 constexpr uint32_t kOriginTag = 1, kBlocksTag = 2;
 constexpr uint32_t kXxh3 = 1;
 constexpr uint64_t kTrailerBytes = 24;
+// A footer has a checksum for each block, blocks of at least this size, and little else.
+constexpr int64_t kLeastBlockBytes = 64;
+constexpr int64_t kOtherBytes = 1 << 16;
 
 void parse_origin(ByteReader reader, Footer& footer) {
   std::ranges::copy(reader.raw(footer.save_id.size()), footer.save_id.begin());
@@ -76,23 +79,36 @@ Footer parse_footer(std::string_view bytes, const std::string& where, int64_t of
   return footer;
 }
 
-std::optional<FoundFooter> find_footer(const File& file) {
-  const int64_t num_bytes = file.num_bytes();
-  const auto read = [&](int64_t offset) {
-    std::string bytes(static_cast<size_t>(num_bytes - offset), '\0');
+std::string read_footer(const File& file, int64_t offset, int64_t num_bytes) {
+  const auto read = [&](int64_t begin, int64_t count) {
+    std::string bytes(static_cast<size_t>(count), '\0');
     iovec piece{bytes.data(), bytes.size()};
-    file.read_at({&piece, 1}, offset);
+    file.read_at({&piece, 1}, begin);
     return bytes;
   };
+  const int64_t footer_bytes = num_bytes - offset;
+  const std::string head = read(offset, std::min(footer_bytes, kSealedHeaderBytes));
+  const uint64_t said = sealed_bytes(head, kMagic, file.path(), offset) + kTrailerBytes;
+  if (said != static_cast<uint64_t>(footer_bytes) || footer_bytes > kOtherBytes + offset / kLeastBlockBytes * 8) {
+    throw_format_error(file.path(), offset, "the footer says that it has ", said, " bytes, and it has ", footer_bytes,
+                       ", behind ", offset, " bytes that it covers");
+  }
+  return read(offset, footer_bytes);
+}
+
+std::optional<FoundFooter> find_footer(const File& file) {
+  const int64_t num_bytes = file.num_bytes();
   const int64_t trailer_offset = num_bytes - static_cast<int64_t>(kTrailerBytes);
   if (trailer_offset < 0) return std::nullopt;
-  const std::string trailer = read(trailer_offset);
+  std::string trailer(kTrailerBytes, '\0');
+  iovec piece{trailer.data(), trailer.size()};
+  file.read_at({&piece, 1}, trailer_offset);
   if (!trailer.ends_with(kTrailerMagic)) return std::nullopt;
   const auto offset = ByteReader(trailer, file.path(), trailer_offset).number<int64_t>();
   if (offset < 0 || offset > trailer_offset) {
     throw_format_error(file.path(), trailer_offset, "the footer begins at byte ", offset, ", outside of the file");
   }
-  const std::string bytes = read(offset);
+  const std::string bytes = read_footer(file, offset, num_bytes);
   return FoundFooter{num_bytes, digest_of(bytes), parse_footer(bytes, file.path(), offset)};
 }
 

@@ -32,6 +32,10 @@ std::string encode_footer(const Footer& footer);
 // `bytes` are the end of a file from byte `offset` on, trailer included. Throws FormatError.
 Footer parse_footer(std::string_view bytes, const std::string& where, int64_t offset);
 
+// The end of a file of so many bytes from byte `offset` on, trailer included. Whoever says where it begins may have made it
+// up, so memory is taken only for what can be a footer. Throws FormatError.
+std::string read_footer(const File& file, int64_t offset, int64_t num_bytes);
+
 // The footer of a file of which no index tells; none where the file does not end as one with a footer does. Throws
 // FormatError where it is damaged.
 struct FoundFooter {

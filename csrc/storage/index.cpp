@@ -5,6 +5,7 @@
 
 #include "storage/bytes.h"
 #include "storage/digest.h"
+#include "storage/element_types.h"
 #include "storage/sections.h"
 
 namespace torchtitan_ext::storage {
@@ -115,6 +116,19 @@ void check_inside(const SavedRecord& record, int64_t footer_offset, const ByteRe
   }
 }
 
+// The record was checked to lie inside of its file, and its data to begin inside of the record.
+void check_elements(const SavedRecord& record, const ByteReader& reader) {
+  const ElementType* const type = record.is_tensor ? find_element_type(record.dtype) : nullptr;
+  if (type == nullptr) return;
+  int64_t num_bytes = type->item_bytes;
+  for (const int64_t size : record.sizes) num_bytes = size == 0 || num_bytes == 0 ? 0 : capped_mul(num_bytes, size);
+  if (num_bytes > record.offset + record.num_bytes - record.data_offset) {
+    throw_format_error(reader.where(), reader.byte(), record.fqn, " has ", num_bytes, " bytes of ", record.dtype,
+                       " from byte ", record.data_offset, " on: they reach out of its record, which ends at byte ",
+                       record.offset + record.num_bytes);
+  }
+}
+
 }  // namespace
 
 std::string encode_records(const std::vector<SavedRecord>& records) {
@@ -209,6 +223,7 @@ void parse_records(std::string_view bytes, int64_t footer_offset, const std::str
       size = reader.number<int64_t>();
       if (size < 0) throw_format_error(where, reader.byte(), record.fqn, " has the size ", size);
     }
+    check_elements(record, reader);
     take(record);
   }
   if (reader.left() != 0) throw_format_error(where, reader.byte(), reader.left(), " bytes stand behind the records");

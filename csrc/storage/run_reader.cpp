@@ -439,7 +439,7 @@ bool RunReader::is_verified(const Source& source, const Unit& unit, Verify verif
   if (source.checksums.checksums.empty() || verify == Verify::kNone) return false;
   if (verify == Verify::kAll) return true;
   const auto block = static_cast<size_t>(unit.begin / source.checksums.block_bytes);
-  if (source.checksums.states != nullptr && (*source.checksums.states)[block] >= core::BlockState::kElsewhere)
+  if (source.checksums.states != nullptr && source.checksums.states->at(block) >= core::BlockState::kElsewhere)
     return false;
   return verify == Verify::kOnce || 2 * worker.read_bytes() >= unit.end - unit.begin;
 }
@@ -497,7 +497,7 @@ bool RunReader::note(const Source& source, const Unit& unit, bool is_verified, u
   const bool is_right = !is_verified || digest == source.checksums.checksums.at(block);
   if (source.checksums.states != nullptr) {
     if (is_verified && is_right) {
-      source.checksums.states->at(block) = core::BlockState::kVerified;
+      source.checksums.states->raise(block, core::BlockState::kVerified);
     } else {
       source.touch(unit.begin);
     }

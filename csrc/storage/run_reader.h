@@ -121,8 +121,7 @@ class RunReader {
     int64_t records_end() const { return checksums.checksums.empty() ? num_bytes : checksums.covered_bytes; }
     // Notes that the block which begins there is touched. The file has a ledger.
     void touch(int64_t begin) const {
-      core::BlockState& state = checksums.states->at(static_cast<size_t>(begin / checksums.block_bytes));
-      state = std::max(state, core::BlockState::kTouched);
+      checksums.states->raise(static_cast<size_t>(begin / checksums.block_bytes), core::BlockState::kTouched);
     }
   };
   struct Unit {

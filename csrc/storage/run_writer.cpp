@@ -125,11 +125,22 @@ RunWriter::Packed RunWriter::pack(std::span<const int64_t> rank_of_file, int64_t
   return packed;
 }
 
-void RunWriter::add_packed(std::span<const int64_t> runs, uintptr_t address) {
-  for (; !runs.empty(); runs = runs.subspan(3)) {
-    Target& target = targets_.at(static_cast<size_t>(runs[0]));
+void RunWriter::add_packed(std::span<const int64_t> runs, uintptr_t address, int64_t num_bytes) {
+  TTE_CHECK(runs.size() % 3 == 0, "add_packed", "got ", runs.size(), " numbers, expected three for each run");
+  int64_t num_left = num_bytes;
+  for (size_t at = 0; at < runs.size(); at += 3) {
+    TTE_CHECK(runs[at] >= 0 && static_cast<size_t>(runs[at]) < targets_.size() && runs[at + 2] > 0 &&
+                  runs[at + 2] <= num_left,
+              "add_packed", "got a run of ", runs[at + 2], " bytes of file ", runs[at], ", of ", targets_.size(),
+              " files and ", num_left, " bytes that are left");
+    const Target& target = targets_[static_cast<size_t>(runs[at])];
     TTE_CHECK(target.file.has_value(), target.path, "another rank writes it; please report");
-    check_inside(target, runs[1], core::checked_add(runs[1], runs[2]));
+    check_inside(target, runs[at + 1], core::checked_add(runs[at + 1], runs[at + 2]));
+    num_left -= runs[at + 2];
+  }
+  TTE_CHECK(num_left == 0, "add_packed", "got ", num_bytes, " bytes, of which ", num_left, " are in no run");
+  for (; !runs.empty(); runs = runs.subspan(3)) {
+    Target& target = targets_[static_cast<size_t>(runs[0])];
     target.runs.list().start_pair();
     target.runs.list().append_bytes(static_cast<int64_t>(address), runs[1], runs[2]);
     address += static_cast<uintptr_t>(runs[2]);

@@ -43,8 +43,9 @@ class RunWriter {
     std::string data;
   };
   Packed pack(std::span<const int64_t> rank_of_file, int64_t num_ranks);
-  // Adds runs that other ranks have packed, and whose bytes lie at `address`.
-  void add_packed(std::span<const int64_t> runs, uintptr_t address);
+  // Adds runs that other ranks have packed, whose `num_bytes` bytes lie at `address`. Throws std::invalid_argument, and
+  // adds nothing, where they are not the runs of these bytes.
+  void add_packed(std::span<const int64_t> runs, uintptr_t address, int64_t num_bytes);
 
   // Bytes that write() will write.
   int64_t queued_bytes() const;

@@ -8,7 +8,6 @@
 namespace torchtitan_ext::storage {
 namespace {
 
-constexpr uint64_t kHeaderBytes = 32;
 constexpr uint64_t kSectionHeaderBytes = 16;
 constexpr uint64_t kDigestBytes = 8;
 constexpr uint64_t kAlignment = 8;
@@ -46,7 +45,7 @@ Section read_section(ByteReader& reader) {
 }  // namespace
 
 std::string seal(std::string_view magic, const std::vector<NewSection>& sections) {
-  uint64_t num_bytes = kHeaderBytes + kDigestBytes;
+  uint64_t num_bytes = kSealedHeaderBytes + kDigestBytes;
   for (const NewSection& section : sections) {
     num_bytes += kSectionHeaderBytes + (section.bytes.size() + kAlignment - 1) / kAlignment * kAlignment;
   }
@@ -59,6 +58,11 @@ std::string seal(std::string_view magic, const std::vector<NewSection>& sections
   }
   writer.number(digest_of(writer.bytes()));
   return writer.take();
+}
+
+uint64_t sealed_bytes(std::string_view header, std::string_view magic, const std::string& where, int64_t base) {
+  ByteReader reader(header, where, base);
+  return check_header(reader, magic);
 }
 
 Section first_section(std::string_view bytes, std::string_view magic, const std::string& where) {

@@ -33,6 +33,11 @@ struct NewSection {
 
 std::string seal(std::string_view magic, const std::vector<NewSection>& sections);
 
+// How many bytes sealed bytes have, by their header, the first `kSealedHeaderBytes` of them, which begin at byte `base`
+// of the file that `where` names. Throws FormatError.
+constexpr int64_t kSealedHeaderBytes = 32;
+uint64_t sealed_bytes(std::string_view header, std::string_view magic, const std::string& where, int64_t base);
+
 // The first section of sealed bytes of which only the beginning is there, at least that section. The digest stands at
 // their end, so it is not compared. Throws FormatError.
 Section first_section(std::string_view bytes, std::string_view magic, const std::string& where);

@@ -4,6 +4,7 @@
 #include <random>
 #include <set>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -19,13 +20,21 @@ std::vector<std::string_view> views(const std::vector<std::string>& messages) {
   return {messages.begin(), messages.end()};
 }
 
+void note(BlockStates& states, const std::vector<BlockState>& noted) {
+  for (size_t block = 0; block < noted.size(); ++block) states.raise(block, noted[block]);
+}
+
+void touch_all(BlockStates& states) {
+  for (size_t block = 0; block < states.size(); ++block) states.raise(block, BlockState::kTouched);
+}
+
 TEST(BlockLedger, GivesOutWhatNobodyVerified) {
   // The example of the header.
   BlockLedger first;
   BlockLedger second;
   using enum BlockState;
-  *first.file("a", 5) = {kVerified, kVerified, kTouched, kUntouched, kUntouched};
-  *second.file("a", 5) = {kUntouched, kUntouched, kTouched, kTouched, kVerified};
+  note(*first.file("a", 5), {kVerified, kVerified, kTouched, kUntouched, kUntouched});
+  note(*second.file("a", 5), {kUntouched, kUntouched, kTouched, kTouched, kVerified});
   EXPECT_EQ(first.unverified(), (std::vector<BlockRange>{{"a", 2, 3}}));
   const auto parts = deal_blocks(views({first.message("x"), second.message("x")}));
   EXPECT_EQ(parts[0], (std::vector<BlockRange>{{"a", 2, 3}}));
@@ -56,10 +65,11 @@ TEST(BlockLedger, ADealCoversEachTouchedBlockOnce) {
         BlockStates& states = *ledger.file(name, num_blocks);
         const unsigned stay = 1 + draw() % 5;
         for (size_t block = 0; block < num_blocks; ++block) {
-          states[block] = block > 0 && draw() % stay != 0 ? states[block - 1] : static_cast<BlockState>(draw() % 3);
+          states.raise(block,
+                       block > 0 && draw() % stay != 0 ? states.at(block - 1) : static_cast<BlockState>(draw() % 3));
           const Block named{name, static_cast<int64_t>(block)};
-          if (states[block] == BlockState::kVerified) verified[copies[rank]].insert(named);
-          if (states[block] != BlockState::kTouched) continue;
+          if (states.at(block) == BlockState::kVerified) verified[copies[rank]].insert(named);
+          if (states.at(block) != BlockState::kTouched) continue;
           touched[rank].insert(named);
           wanted[copies[rank]].insert(named);
         }
@@ -90,11 +100,29 @@ TEST(BlockLedger, ADealCoversEachTouchedBlockOnce) {
   }
 }
 
+// Two loads note blocks of the same files while the message of one of them is made: TSan sees that nothing is torn.
+TEST(BlockLedger, IsSharedByThreads) {
+  constexpr size_t kBlocks = 2'000;
+  BlockLedger ledger;
+  const auto load = [&](BlockState state, size_t first) {
+    for (const char* name : {"a", "b", "c"}) {
+      const auto states = ledger.file(name, kBlocks);
+      for (size_t block = first; block < kBlocks; block += 2) states->raise(block, BlockState::kTouched);
+      for (size_t block = first; block < kBlocks; block += 2) states->raise(block, state);
+    }
+  };
+  std::thread verifies(load, BlockState::kVerified, 0), touches(load, BlockState::kTouched, 1);
+  for (int round = 0; round < 50; ++round) deal_blocks({ledger.message("")});
+  verifies.join();
+  touches.join();
+  EXPECT_EQ(ledger.unverified().size(), 3 * kBlocks / 2);
+}
+
 TEST(BlockLedger, IsDealtOutEvenly) {
   std::vector<std::string> messages;
   for (int rank = 0; rank < 4; ++rank) {
     BlockLedger ledger;
-    ledger.file("a", 1'000)->assign(1'000, BlockState::kTouched);
+    touch_all(*ledger.file("a", 1'000));
     messages.push_back(ledger.message(""));
   }
   for (const auto& part : deal_blocks(views(messages))) {
@@ -106,7 +134,7 @@ TEST(BlockLedger, IsDealtOutEvenly) {
 
 TEST(BlockLedger, DamagedMessagesAreRefused) {
   BlockLedger ledger;
-  ledger.file("a", 9)->assign(9, BlockState::kTouched);
+  touch_all(*ledger.file("a", 9));
   const std::string message = ledger.message("x");
   for (size_t size = 0; size < message.size(); ++size) {
     EXPECT_THROW(deal_blocks({std::string_view(message).substr(0, size)}), WireError);

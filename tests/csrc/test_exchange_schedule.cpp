@@ -196,5 +196,22 @@ TEST(HashPairs, TheOrderCounts) {
   EXPECT_EQ(hash_pairs(1, 2, none, true), (std::vector<uint64_t>{0, 0}));
 }
 
+TEST(DecideMeeting, AllRanksComeOnceWhereSomeSendFromADevice) {
+  constexpr int64_t kCuda = 1, kOther = 13;
+  const RankWire sends{true, kCuda, true}, idle{false, kCuda, true}, fresh{false, kCuda, false};
+  EXPECT_FALSE(decide_meeting({}).is_needed);
+  // Nobody sends from a device: a rank that has one, or none, or has not met, makes no difference.
+  const RankWire host{false, -1, false};
+  EXPECT_FALSE(decide_meeting(std::vector{host, fresh}).is_needed);
+  // A rank that has nothing to send comes too, until all have met.
+  EXPECT_TRUE(decide_meeting(std::vector{sends, fresh}).is_needed);
+  EXPECT_TRUE(decide_meeting(std::vector{fresh, RankWire{true, kCuda, false}}).is_needed);
+  EXPECT_FALSE(decide_meeting(std::vector{sends, idle, idle}).is_needed);
+  // A rank without a device of that kind cannot come.
+  EXPECT_EQ(decide_meeting(std::vector{host, sends, idle, RankWire{false, kOther, false}}).ranks_without,
+            (std::vector<int64_t>{0, 3}));
+  EXPECT_TRUE(decide_meeting(std::vector{sends, fresh}).ranks_without.empty());
+}
+
 }  // namespace
 }  // namespace torchtitan_ext::core

@@ -436,7 +436,19 @@ TEST_F(Files, RunWriterPutsEveryByteInItsPlaceAndTouchesNoOther) {
     const RunWriter::Packed packed = sender.pack(std::vector<int64_t>{1}, 2);
     EXPECT_EQ(sender.queued_bytes(), 0);
     EXPECT_EQ(packed.counts[0], (std::pair<int64_t, int64_t>(0, 0)));
-    receiver.add_packed(packed.runs, reinterpret_cast<uintptr_t>(packed.data.data()));
+    const auto data = reinterpret_cast<uintptr_t>(packed.data.data());
+    const auto num_bytes = static_cast<int64_t>(packed.data.size());
+    std::vector<int64_t> wrong = packed.runs;
+    EXPECT_THROW(receiver.add_packed(wrong, data, num_bytes - 1), std::invalid_argument);
+    EXPECT_THROW(receiver.add_packed(wrong, data, num_bytes + 1), std::invalid_argument);
+    if (!wrong.empty()) {
+      wrong[2] = -wrong[2];
+      EXPECT_THROW(receiver.add_packed(wrong, data, num_bytes), std::invalid_argument);
+      wrong[2] = packed.runs[2];
+      wrong[0] = 9;
+      EXPECT_THROW(receiver.add_packed(wrong, data, num_bytes), std::invalid_argument);
+    }
+    receiver.add_packed(packed.runs, data, num_bytes);
     for (RunWriter* writer : {&direct, &receiver}) {
       writer->write(2, true);
       writer->finish(1, true);
@@ -444,7 +456,7 @@ TEST_F(Files, RunWriterPutsEveryByteInItsPlaceAndTouchesNoOther) {
     const std::string wanted(reinterpret_cast<const char*>(expected.data()), kBytes);
     EXPECT_EQ(read_file(path("direct"), kBytes), wanted) << round;
     EXPECT_EQ(read_file(path("packed"), kBytes), wanted) << round;
-    EXPECT_THROW(sender.add_packed(packed.runs, 0), std::invalid_argument);
+    EXPECT_THROW(sender.add_packed(packed.runs, data, num_bytes), std::invalid_argument);
   }
 }
 

@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
+#include <fstream>
 #include <limits>
 #include <random>
 #include <string>
@@ -171,6 +173,31 @@ TEST(Index, PlacesNearTheEndOfInt64AreOutside) {
   }
 }
 
+TEST(Index, ElementsStayInTheirRecord) {
+  SavedRecord record{.fqn = "w", .is_tensor = true, .dtype = "float32", .sizes = {4}, .offset = 64, .num_bytes = 32};
+  record.data_offset = 80;  // 16 bytes are left of the record
+  const auto is_accepted = [&] {
+    try {
+      return parse_records(encode_records({record}), 1'000, "index").size() == 1;
+    } catch (const FormatError& error) {
+      EXPECT_NE(std::string(error.what()).find("reach out of its record"), std::string::npos);
+      return false;
+    }
+  };
+  EXPECT_TRUE(is_accepted());
+  for (const core::Sizes& sizes : {core::Sizes{5}, {2, 3}, {int64_t{1} << 62, 4}, {int64_t{1} << 62, 1 << 30}}) {
+    record.sizes = sizes;
+    EXPECT_FALSE(is_accepted());
+  }
+  for (const core::Sizes& sizes : {core::Sizes{0, int64_t{1} << 62}, {4, 1}, {}}) {
+    record.sizes = sizes;
+    EXPECT_TRUE(is_accepted());
+  }
+  record.sizes = {4};
+  record.dtype = "float64";
+  EXPECT_FALSE(is_accepted());
+}
+
 TEST(Index, DamagedBytesAreAnError) {
   Index small = small_index();
   small.files[1].save_id = SaveId{9, 8, 7};
@@ -233,6 +260,36 @@ TEST(Footer, DamagedBytesAreAnError) {
     }
   }
   EXPECT_GT(num_accepted, 0);
+}
+
+// A crafted end of a file calls all of it the footer: refused by its head, before memory is taken for it.
+TEST(Footer, IsReadOnlyWhereItCanBeOne) {
+  const std::string path = testing::TempDir() + "/sparse_footer";
+  const auto write = [&](int64_t num_bytes, int64_t offset, const std::string& head, int64_t said) {
+    std::ofstream file(path, std::ios::binary | std::ios::trunc);
+    file.seekp(offset);
+    file << head;
+    file.seekp(num_bytes - 24);
+    file << ByteWriter().number(offset).number(said).raw("TTETRAIL").take();
+  };
+  constexpr int64_t kTebibyte = int64_t{1} << 40;
+  const auto refusal_of = [&]() -> std::string {
+    try {
+      find_footer(File::open(path));
+    } catch (const FormatError& error) {
+      return error.what();
+    }
+    return "";
+  };
+  write(kTebibyte, 0, "", kTebibyte - 24);
+  EXPECT_NE(refusal_of().find("is not TTEFOOTR"), std::string::npos) << refusal_of();
+  // A head that says the same size: more than the checksums of what lies before it.
+  const std::string head = seal("TTEFOOTR", {}).substr(0, 24) + ByteWriter().number(kTebibyte - 24).take();
+  write(kTebibyte, 0, head, kTebibyte - 24);
+  EXPECT_NE(refusal_of().find("says that it has"), std::string::npos) << refusal_of();
+  write(kTebibyte, 1 << 20, head, kTebibyte - 24 - (1 << 20));
+  EXPECT_NE(refusal_of().find("says that it has"), std::string::npos) << refusal_of();
+  std::remove(path.c_str());
 }
 
 const ElementType kFloat{"FloatStorage", "", 4};

@@ -1,5 +1,6 @@
 """A thousand random compositions of steps, against numpy on whole tensors; any box of the result, from any chunks."""
 
+import gc
 import random
 
 import numpy as np
@@ -184,3 +185,20 @@ def test_scales_of_blocks_are_those_of_numpy() -> None:
         sizes = [rng.randint(1, size - begin) for size, begin in zip(whole.shape, offsets, strict=True)]
         box = read_box(rng, [np.zeros(shape, dtype=np.int64), scales], found, offsets, sizes)
         np.testing.assert_array_equal(box, whole[tuple(slice(b, b + s) for b, s in zip(offsets, sizes, strict=True))])
+
+
+def test_sources_of_a_map_keep_their_chunks() -> None:
+    """The indexes below are freed and their memory is used again, unless the sources keep them."""
+    rules = transforms.Transform.from_json('{"rules":[{"from":["a"],"to":["b"],"steps":[]}],"drop":[]}')
+    tensor_map = rules.resolve([("a", "float32", (64, 8))], "test")[0].values
+
+    def rows_of(num_rows: int, num_chunks: int) -> _core.ChunkIndex:
+        sizes = torch.Size([num_rows, 8])
+        chunks = [ChunkStorageMetadata(torch.Size([num_rows * row, 0]), sizes) for row in range(num_chunks)]
+        return _core.ChunkIndex(chunks)
+
+    sources = _core.MapSources([((64, 8), rows_of(16, 4))])
+    gc.collect()
+    others = [rows_of(2, 32) for _ in range(4)]
+    assert len(tensor_map.find_parts((0, 0), (64, 8), (8, 1), sources)) == 4
+    assert len(others) == 4

@@ -1,11 +1,13 @@
 """Loads of safetensors, by the library's own files: into any layout, the wanted runs alone, or refused by name."""
 
+import gc
 import json
 import random
 import resource
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchtitan_ext as tte
-from torchtitan_ext import transforms
+from torchtitan_ext import _core, transforms
 from torchtitan_ext.elastic import ElasticPolicy, Source
 from torchtitan_ext.errors import MissingStateError, ReshardError, StateRefusedError
 from torchtitan_ext.storage.commit import opened as opened_module
@@ -379,3 +381,15 @@ def test_more_files_than_a_process_may_open(
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert all((state[fqn] == number).all() for number, fqn in enumerate(truth))
+
+
+def test_what_was_packed_outlives_its_owner() -> None:
+    content = np.arange(1 << 16, dtype=np.uint8)
+    writer = _core.RunWriter()
+    number = writer.add_file(b"not opened", 1 << 20, False)
+    writer.add_box(number, 1, [1 << 16], content.ctypes.data, [1], 0, [1])
+    runs, data = (lambda packed: (packed.runs, packed.data))(writer.pack([0], 1))
+    gc.collect()
+    others = [np.full(1 << 16, 0xAB, dtype=np.uint8) for _ in range(50)]
+    assert np.array_equal(data, content) and runs.tolist() == [0, 0, 1 << 16]
+    assert len(others) == 50

@@ -150,7 +150,7 @@ class OpenedCheckpoint:
             descriptor = self.descriptor(file.name)
         except (DamagedCheckpointError, FileNotFoundError):
             return False
-        return has_footer(descriptor, file)
+        return _core.has_footer(file, descriptor)
 
     def _open(self, name: str) -> int:
         try:
@@ -184,12 +184,6 @@ def _max_held() -> int:
 def identity_of(status: os.stat_result) -> tuple[int, ...]:
     """Equal as long as the file is neither replaced nor written to."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def has_footer(descriptor: int, file: _core.RankFile) -> bool:
-    """Whether an opened file has the size and the footer that an index describes."""
-    footer = os.pread(descriptor, file.num_bytes - file.footer_offset + 1, file.footer_offset)
-    return len(footer) == file.num_bytes - file.footer_offset and _core.digest(footer) == file.footer_digest
 
 
 class Footers:

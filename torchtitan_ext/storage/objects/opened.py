@@ -17,7 +17,7 @@ from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError, SavedOverError
 from torchtitan_ext.storage.checkpoint_files import index_path, is_save_id
 from torchtitan_ext.storage.commit.leftovers import is_checkpoint_name
-from torchtitan_ext.storage.commit.opened import OpenedCheckpoint, has_footer
+from torchtitan_ext.storage.commit.opened import OpenedCheckpoint
 from torchtitan_ext.storage.location import Location, Place
 from torchtitan_ext.storage.objects.folder import ObjectFolder, ObjectStamp
 
@@ -145,7 +145,7 @@ class OpenedObjects:
             descriptor = self.descriptor(file.name)
         except DamagedCheckpointError:
             return False
-        return has_footer(descriptor, file)
+        return _core.has_footer(file, descriptor)
 
     def read(
         self, runs: _core.RunReader, names: Sequence[str], num_threads: int, verify: str

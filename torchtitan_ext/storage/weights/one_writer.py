@@ -8,7 +8,9 @@ The rounds end when no rank has more.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from torchtitan_ext import _core, ops
@@ -83,7 +85,7 @@ class OneWriterPerFile:
         ]
         self._exchange(sent, received, _rows_of(sent_counts), _rows_of(counts))
         self._is_over = bool(counts[:, 2].all())  # now: if the write fails nobody waits for this rank any more
-        runs.add_packed(received[0].data_ptr(), num_runs, received[1].data_ptr())
+        runs.add_packed(received[0].data_ptr(), num_runs, received[1].data_ptr(), num_bytes)
         runs.write(num_threads, starts_write_back)
         return self._is_over
 
@@ -140,5 +142,5 @@ def _table(rows: list[tuple[int, int, int, int]]) -> torch.Tensor:
     return torch.tensor(entries, dtype=torch.int64, device="cpu")
 
 
-def _memory(content: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    return torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype, device="cpu")
+def _memory(content: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(content, dtype=dtype) if len(content) else torch.empty(0, dtype=dtype, device="cpu")
