@@ -28,7 +28,7 @@ ROWS = [
     {"integrations"},
     {"offline"},
     {"cli"},
-    {"__init__", "__main__", "run"},
+    {"__init__", "__main__", "run", "selftest"},
 ]
 
 # The rooms inside the large rooms, in the same way; a module beside them counts as a room, "" is the ``__init__``.
