@@ -29,8 +29,8 @@ def test_which_can_be_asked() -> None:
     assert not can_be_asked(None) and not can_be_asked(Relay())
 
 
-def test_clones_are_kept_for_the_next_thread() -> None:
-    group, store = dist.ProcessGroup(0, 1), dist.HashStore()
+def test_clones_are_kept_for_the_next_thread(tmp_path: Path) -> None:
+    group, store = dist.ProcessGroup(0, 1), dist.FileStore(str(tmp_path / "store"), 1)
     first, second = take_clone(group, store), take_clone(group, store)
     give_back_clone(group, first)
     assert take_clone(group, store) is first

@@ -18,7 +18,7 @@ from torchtitan_ext.ranks import watch as watches
 from torchtitan_ext.ranks.watch import Watch
 
 TIMEOUT_SECONDS = 20.0
-SIZES = [2, 3, 8, 64]
+SIZES = [2, 8]
 
 
 class Collective:
@@ -35,12 +35,12 @@ class Collective:
         return work
 
     def is_completed(self) -> bool:
-        return len(self.started) == self.num_ranks
+        return self.error is not None or len(self.started) == self.num_ranks
 
     def wait(self, limit: timedelta | None = None) -> None:
         changed, seconds = watches.threading.Condition(), TIMEOUT_SECONDS if limit is None else limit.total_seconds()
         with changed:
-            is_done = clock.wait_for(changed, lambda: self.is_completed() or self.error, seconds)
+            is_done = clock.wait_for(changed, self.is_completed, seconds)
         if self.error is not None:
             raise self.error
         if not is_done:
@@ -119,7 +119,7 @@ def lost(silent: str = "", late: str = "", why: str = "") -> str:
 WAITED = f"rank 0 waited {TIMEOUT_SECONDS:g} s (timeout_seconds)"
 
 
-@pytest.mark.parametrize("num_ranks", [1, *SIZES])
+@pytest.mark.parametrize("num_ranks", [1, *SIZES, 64])
 def test_ranks_that_all_come(make_world: Callable[[int], World], num_ranks: int) -> None:
     world = make_world(num_ranks)
 
@@ -151,7 +151,7 @@ def test_a_rank_that_is_stopped_raises_the_same_when_it_goes_on(
     assert one_text(world.run(work)) == lost("1", why=WAITED)
 
 
-@pytest.mark.parametrize("num_ranks", SIZES)
+@pytest.mark.parametrize("num_ranks", [*SIZES, 64])
 def test_a_rank_that_dies(make_world: Callable[[int], World], num_ranks: int) -> None:
     world = make_world(num_ranks)
 
@@ -251,7 +251,7 @@ def test_all_call_at_once(make_world: Callable[[int], World]) -> None:
     assert sum(action == "compare_set call" for _, action in world.seen) == 8
 
 
-@pytest.mark.parametrize("num_ranks", [1, *SIZES])
+@pytest.mark.parametrize("num_ranks", [1, *SIZES, 64])
 def test_rank_0_which_hosts_the_store_is_the_last_to_go(make_world: Callable[[int], World], num_ranks: int) -> None:
     world = make_world(num_ranks)
 

@@ -154,6 +154,8 @@ class FakeClock:
     def _wait(self, is_so: Callable[[], object], seconds: float) -> bool:
         thread = self.running
         assert thread is not None, "outside of FakeClock.run"
+        if thread.rank in self.dead:  # what it does on its way out
+            raise Killed
         thread.is_so, thread.due = is_so, self.seconds + seconds
         self.pass_on()
         thread.turn.acquire()
