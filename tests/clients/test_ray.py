@@ -19,7 +19,7 @@ pytest.importorskip("ray.train", reason="`make clients` installs Ray", exc_type=
 
 pytestmark = pytest.mark.timeout(1200)
 
-JOB = Path(__file__).parents[1] / "support" / "ray_job.py"
+JOB = Path(__file__).parents[1] / "harness" / "ray_job.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_train.py"
 
 

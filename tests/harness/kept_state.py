@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-SIGNALS = sorted(set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP})
+# Of SIGALRM pytest-timeout changes the handler while a test runs.
+SIGNALS = sorted(set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP, signal.SIGALRM})
 LIMITS = {name: getattr(resource, name) for name in ("RLIMIT_AS", "RLIMIT_CPU", "RLIMIT_FSIZE", "RLIMIT_NOFILE")}
 
 # Of the environment: pytest and torch write these while they work.

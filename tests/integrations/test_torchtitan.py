@@ -26,7 +26,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLo
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.tools.logging import logger
 
-from torchtitan_ext.checkpoint import CpuStager, LoadReport, SaveResult
+from torchtitan_ext.checkpoint import LoadReport, SaveResult
 from torchtitan_ext.elastic import World
 from torchtitan_ext.errors import AbsentRunError, CheckpointFailedError, StateRefusedError
 from torchtitan_ext.integrations import torchtitan as ours
@@ -539,37 +539,6 @@ def test_overrides_replace_the_configs_of_the_trainer() -> None:
     assert isinstance(config.dataloader, ElasticTextDataLoader.Config)
     assert (config.dataloader.dataset, config.dataloader.num_shards) == ("documents", 12)
     assert type(config.validator.dataloader) is validation
-
-
-def save_from_kept_memory(rank: int, world_size: int, path: Path) -> list[float]:
-    """Two steps; the model changes as soon as torchtitan may change it, and the last save ends with the manager."""
-    loader = loader_of(ElasticTextDataLoader.Config(dataset="documents", num_shards=8), rank, world_size)
-    config = ElasticCheckpointManager.Config(**OPTIONS, async_mode="async_with_pinned_mem")
-    manager = manager_of(config, path, loader)
-    stager, (weight,) = manager.stager, manager.states["model"].model[0].parameters()
-    assert isinstance(stager, CpuStager)
-    children = []
-    for step in (1, 2):
-        with torch.no_grad():
-            weight.fill_(step)
-        assert manager.save(step)
-        assert manager.staging_future.done() and isinstance(manager.save_future, Future)
-        manager.maybe_wait_for_staging()
-        with torch.no_grad():
-            weight.fill_(77)
-        children.append(stager.child())
-    manager.close()
-    assert manager.stager is stager and children[0] is children[1] and not children[0].is_alive
-    loaded = []
-    for step in (1, 2):
-        manager = manager_of(ElasticCheckpointManager.Config(**OPTIONS), path, loader)
-        assert manager.load(step=step)
-        loaded.append(manager.states["model"].model[0].weight[0, 0].item())
-    return loaded
-
-
-def test_saves_from_kept_memory_in_a_process(run_world, tmp_path: Path) -> None:
-    assert run_world(2, save_from_kept_memory, tmp_path) == [[1, 2]] * 2
 
 
 SOFT = {"on_error": "warn", "retries": 1, "max_failures": 2}

@@ -18,7 +18,7 @@ from tier import SEED, num_cases
 
 from torchtitan_ext.storage.inspect.verify import find_damage
 
-JOB = Path(__file__).parents[1] / "support" / "preempted_job.py"
+JOB = Path(__file__).parents[1] / "harness" / "preempted_job.py"
 NUM_JOBS = num_cases(4, share=0.5)
 NUM_STEPS = 60
 

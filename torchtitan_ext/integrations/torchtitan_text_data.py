@@ -62,6 +62,7 @@ class ElasticTextDataLoader(ElasticDataLoader, BaseDataLoader):
         workers: dict[str, Any] = {"pin_memory": config.pin_memory, "num_workers": config.num_workers}
         if config.num_workers:  # torchtitan ignores these without workers
             workers |= {"persistent_workers": config.persistent_workers, "prefetch_factor": config.prefetch_factor}
+        self._source = source  # the state, which the loader's class asks for at once, looks at it
         super().__init__(
             source,
             batch_size=local_batch_size,
@@ -70,7 +71,6 @@ class ElasticTextDataLoader(ElasticDataLoader, BaseDataLoader):
             endless=config.infinite,
             **workers,
         )
-        self._source = source
 
     def __iter__(self) -> Iterator[Any]:
         """As in ``ElasticDataLoader``; logs the epochs that begin, as torchtitan does."""

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import torchtitan_ext as tte
 
 HERE = Path(__file__).parent
-sys.path += [str(HERE.parents[1] / name) for name in ("support", "remote")]
+sys.path += [str(HERE.parents[1] / name) for name in ("support", "harness")]
 
 from gloo_worlds import WorldPool  # noqa: E402
 from object_server import running_server  # noqa: E402
