@@ -12,7 +12,6 @@ test of what is imported or of what the interpreter does at its end.
 import atexit
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from multiprocessing.connection import Connection
 from typing import IO, Any
 
 import torch
+import torch.distributed as dist
 from gloo_worlds import GLOO_AT_EXIT, fork_children_from_my_server, fork_server
 from tier import RUNS_ALL
 
@@ -125,7 +125,7 @@ def run(
 
 
 def torchrun(num_ranks: int, *command: object, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """A job of torchrun: the real one in the full suite, else warm processes that have what it gives its ranks.
+    """A job of torchrun: the real one at night, else warm processes that have what it gives its ranks.
 
     Its code is 1 where a rank fails, which ends the others.
     """
@@ -143,10 +143,11 @@ def _run_torchrun(num_ranks: int, command: list[str], timeout: float) -> subproc
 
 
 def _run_warm_ranks(num_ranks: int, command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "GLOO_SOCKET_IFNAME": "lo"}
-    size = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": "1"}
+    # This process hosts the store of the process groups, as the agent of torchrun does.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "GLOO_SOCKET_IFNAME": "lo"}
+    place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
+    size = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         ranks = [
             Popen(command, stdout=stdout, stderr=stderr, env={**os.environ, **place, **size, **rank})
