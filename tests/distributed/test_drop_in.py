@@ -1,6 +1,5 @@
 """What users of the default planners rely on: their options, `Stateful`, views, other meshes, and who writes what."""
 
-import time
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -430,9 +429,12 @@ def save_pending(rank: int, world_size: int, path: Path) -> list[float]:
     """What an asynchronous collective still writes is waited for, also by the copy of an asynchronous save."""
     mesh = init_device_mesh("cpu", (world_size,))
     sharded = tte.full.distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    store = dist.distributed_c10d._get_default_store()
     if rank == 1:
-        time.sleep(0.3)
+        store.get("rank 0 saves")
     pending = sharded.redistribute(mesh, [Replicate()], async_op=True)
+    if rank == 0:
+        store.set("rank 0 saves", "")
     tte.async_save({"w": pending}, path).result()
     loaded = {"w": torch.zeros(6)}
     tte.load(loaded, path)

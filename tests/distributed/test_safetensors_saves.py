@@ -7,7 +7,6 @@ import json
 import os
 import random
 import resource
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import boxed_tensors
 import pytest
 import torch
 import torch.distributed as dist
+from lost_worlds import strike
 from models import BY_NAME, EVEN, UNEVEN, build_model, build_whole, differences, poison, random_whole
 from random_layouts import SideOfTransfer, build, random_layouts
 from reference import same_bits
@@ -147,12 +147,12 @@ def save_random(rank: int, world_size: int, seeds: list[int], folder: Path, one_
 )
 def test_random_states(run_world: Callable[..., Any], tmp_path: Path, world_size: int, one_writer: bool) -> None:
     seeds = [1000 * world_size + number for number in range(10 if SOAK == 1 else 75)]
-    run_world(world_size, save_random, seeds, tmp_path, one_writer, timeout_seconds=600)
+    run_world(world_size, save_random, seeds, tmp_path, one_writer)
     for seed in seeds:
         plain = {fqn: tensor.resolve_conj() for fqn, tensor in plain_tensors(seed).items()}
         assert_same(read_by_the_library(tmp_path / str(seed)), {**random_tensors(seed), **plain})
     others = {1: 4, 2: 1, 4: 6, 6: 2, 8: 2}[world_size]
-    assert run_world(others, load_random, seeds, tmp_path, timeout_seconds=600) == [[]] * others
+    assert run_world(others, load_random, seeds, tmp_path) == [[]] * others
 
 
 def load_random(rank: int, world_size: int, seeds: list[int], folder: Path) -> list[str]:
@@ -524,7 +524,7 @@ def lose_a_rank(rank: int, world_size: int, path: Path) -> None:
     class Planner(tte.SavePlanner):
         def resolve_data(self, item: Any) -> Any:
             if rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
+                strike("kill")
             return super().resolve_data(item)
 
     mesh = init_device_mesh("cpu", (world_size,))
@@ -534,6 +534,7 @@ def lose_a_rank(rank: int, world_size: int, path: Path) -> None:
     path.with_name(f"error{rank}").write_text(str(caught.value))
 
 
+@pytest.mark.nightly("lost")
 def test_a_rank_that_is_killed_is_named(run_world: Callable[..., Any], tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the worker process died"):
         run_world(3, lose_a_rank, tmp_path / "hf")

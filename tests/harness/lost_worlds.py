@@ -4,7 +4,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +33,20 @@ def strike(kind: str) -> None:
         time.sleep(DEADLINE_SECONDS + 5)
     else:
         os.kill(os.getpid(), SIGNALS[kind])
+
+
+def strike_later(kind: str) -> None:
+    """Strikes from a thread, in what this rank does over and over by then."""
+    threading.Timer(0.2, strike, (kind,)).start()
+
+
+@contextmanager
+def struck_after(seconds: float, kind: str) -> Iterator[None]:
+    """Strikes from a thread, unless the block ends before."""
+    timer = threading.Timer(seconds, strike, (kind,))
+    timer.start()
+    yield
+    timer.cancel()
 
 
 def struck_before(function: Callable[..., Any], kind: str, call: int = 1) -> Callable[..., Any]:

@@ -137,7 +137,7 @@ def train(rank: int, world_size: int, layout: Layout, compiles: bool) -> Locals:
 
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 def test_training_stays_equal(run_world, compiles: bool) -> None:
-    answers = run_world(4, train, BY_NAME["hsdp2x2"], compiles, timeout_seconds=300)
+    answers = run_world(4, train, BY_NAME["hsdp2x2"], compiles)
     for rank in (0, 1):
         left, right = answers[rank], answers[rank + 2]
         assert all(torch.equal(bits(left[name]), bits(right[name])) for name in left)
