@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lost_worlds import DEADLINE_SECONDS, let_go_on, strike_later
 from python_group import PythonGroup, register
 from states import DTYPES, bits, random_tensor
-from tier import SOAK
+from tier import num_cases
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -179,12 +179,12 @@ def exchange_random(rank: int, world_size: int, seeds: range) -> list[str]:
 
 def test_random_boxes(run_world) -> None:
     for world_size in (1, 2, 3, 5):
-        seeds = range(100 * world_size, 100 * world_size + 60 * SOAK)
+        seeds = range(100 * world_size, 100 * world_size + num_cases(60))
         assert run_world(world_size, exchange_random, seeds) == [[]] * world_size
 
 
 def test_boxes_of_one_rank_without_a_group() -> None:
-    for seed in range(40 * SOAK):
+    for seed in range(num_cases(40)):
         exchange = random_exchange(seed, 1)
         expected = exchange.expected(0)
         exchange.run(0, group_name="", digest=seed)
@@ -222,7 +222,7 @@ def run_planned(rank: int, world_size: int, seeds: range) -> int:
 
 def test_a_planned_exchange_sends_what_the_tensors_hold_when_it_runs(run_world) -> None:
     for world_size in (1, 2, 3):
-        seeds = range(1000 * world_size, 1000 * world_size + 12 * SOAK)
+        seeds = range(1000 * world_size, 1000 * world_size + num_cases(12))
         assert run_world(world_size, run_planned, seeds) == [3 * len(seeds)] * world_size
 
 

@@ -63,7 +63,7 @@ def whole_state() -> dict[str, Any]:
 
 @pytest.mark.parametrize("function", [async_save_trained, our_async_save_trained])
 def test_in_a_thread(run_world, tmp_path: Path, function: Callable[..., None]) -> None:
-    run_world(8, function, BY_NAME["fsdp4_tp2"], tmp_path)
+    run_world(4, function, BY_NAME["fsdp2_tp2"], tmp_path)
     state = whole_state()
     poison(state)
     dcp.load(state, checkpoint_id=tmp_path, planner=tte.LoadPlanner(), no_dist=True)

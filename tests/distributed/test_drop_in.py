@@ -47,7 +47,7 @@ def assert_all_empty(answers: list[list[str]]) -> None:
 
 
 def save_with_options(rank: int, world_size: int, options: dict[str, Any], path: Path) -> None:
-    state = build_model(BY_NAME["hsdp2x2_tp2"], UNEVEN).state_dict()
+    state = build_model(BY_NAME["hsdp2x2"], UNEVEN).state_dict()
     tte.save(state, path, planner=tte.SavePlanner(**options))
 
 
@@ -60,8 +60,8 @@ def bytes_by_file(path: Path) -> Counter[str]:
 
 
 def test_replicas_are_written_once_and_balanced(run_world, tmp_path: Path) -> None:
-    run_world(8, save_with_options, {}, tmp_path / "balanced")
-    run_world(8, save_with_options, {"dedup_save_to_lowest_rank": True}, tmp_path / "lowest")
+    run_world(4, save_with_options, {}, tmp_path / "balanced")
+    run_world(4, save_with_options, {"dedup_save_to_lowest_rank": True}, tmp_path / "lowest")
     balanced, lowest = bytes_by_file(tmp_path / "balanced"), bytes_by_file(tmp_path / "lowest")
     for path in [tmp_path / "balanced", tmp_path / "lowest"]:
         target = build_whole(UNEVEN, seed=1).state_dict()
@@ -71,9 +71,9 @@ def test_replicas_are_written_once_and_balanced(run_world, tmp_path: Path) -> No
         places = [index.fqn for index in FileSystemReader(path).read_metadata().storage_data]
         chunks = FileSystemReader(path).read_metadata().state_dict_metadata
         assert Counter(places) == {fqn: len(entry.chunks) for fqn, entry in chunks.items()}
-    # Ranks 4 to 7 are replicas of 0 to 3.
-    assert {f"__{rank}_0.distcp" for rank in range(4)} >= set(lowest)
-    assert {f"__{rank}_0.distcp" for rank in range(8)} == set(balanced)
+    # Ranks 2 and 3 are replicas of 0 and 1.
+    assert {f"__{rank}_0.distcp" for rank in range(2)} >= set(lowest)
+    assert {f"__{rank}_0.distcp" for rank in range(4)} == set(balanced)
     assert max(balanced.values()) < max(lowest.values())
 
 

@@ -1,6 +1,6 @@
 """Safetensors that ranks write together, whatever their layouts, read by the safetensors library bit for bit.
 
-Forty random states in the suite, 300 with ``make soak``.
+Twenty-four random states at commit, thousands with ``make soak``.
 """
 
 import json
@@ -23,7 +23,7 @@ from reference import same_bits
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from safetensors.torch import save_model as save_by_the_library
-from tier import SOAK
+from tier import SOAK, num_cases
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -92,8 +92,7 @@ def save_model(rank: int, world_size: int, layout: str, sizes: Any, path: Path, 
     [
         ("fsdp2", EVEN, False),
         ("fsdp2_tp2", UNEVEN, True),
-        ("hsdp2x2_tp2", UNEVEN, False),
-        ("fsdp4_tp2", UNEVEN, False),
+        ("hsdp2x2", UNEVEN, False),
     ],
     ids=str,
 )
@@ -143,15 +142,15 @@ def save_random(rank: int, world_size: int, seeds: list[int], folder: Path, one_
 
 
 @pytest.mark.parametrize(
-    ("world_size", "one_writer"), [(1, False), (2, False), (4, False), (8, False), (1, True), (2, True), (6, True)]
+    ("world_size", "one_writer"), [(1, False), (2, False), (4, False), (1, True), (2, True), (4, True)]
 )
 def test_random_states(run_world: Callable[..., Any], tmp_path: Path, world_size: int, one_writer: bool) -> None:
-    seeds = [1000 * world_size + number for number in range(10 if SOAK == 1 else 75)]
+    seeds = [1000 * world_size + number for number in range(num_cases(10 if SOAK == 1 else 75))]
     run_world(world_size, save_random, seeds, tmp_path, one_writer)
     for seed in seeds:
         plain = {fqn: tensor.resolve_conj() for fqn, tensor in plain_tensors(seed).items()}
         assert_same(read_by_the_library(tmp_path / str(seed)), {**random_tensors(seed), **plain})
-    others = {1: 4, 2: 1, 4: 6, 6: 2, 8: 2}[world_size]
+    others = {1: 4, 2: 1, 4: 2}[world_size]
     assert run_world(others, load_random, seeds, tmp_path) == [[]] * others
 
 

@@ -69,7 +69,7 @@ def broadcast_all(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_every_bit_arrives(run_world, world_size: int) -> None:
     assert run_world(world_size, broadcast_all) == [[]] * world_size
 

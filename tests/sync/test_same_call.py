@@ -18,7 +18,7 @@ from torchtitan_ext.errors import Problem, SyncMismatchError, WrongArgumentError
 from torchtitan_ext.sync import sync_state_dict
 from torchtitan_ext.sync.same_call import CallTable, compare_tables
 
-NUM_FUZZED = num_cases(1_000)
+NUM_FUZZED = num_cases(1_000, 0.1)
 
 
 def base(rank: int) -> dict[str, Any]:
