@@ -2,19 +2,16 @@
 
 import os
 import random
-import signal
-import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from gloo_worlds import LONGEST_SECONDS
+from lost_worlds import DEADLINE_SECONDS, let_go_on, strike_later
 from python_group import PythonGroup, register
 from states import DTYPES, bits, random_tensor
-from tier import SOAK
+from tier import num_cases
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -182,12 +179,12 @@ def exchange_random(rank: int, world_size: int, seeds: range) -> list[str]:
 
 def test_random_boxes(run_world) -> None:
     for world_size in (1, 2, 3, 5):
-        seeds = range(100 * world_size, 100 * world_size + 60 * SOAK)
+        seeds = range(100 * world_size, 100 * world_size + num_cases(60))
         assert run_world(world_size, exchange_random, seeds) == [[]] * world_size
 
 
 def test_boxes_of_one_rank_without_a_group() -> None:
-    for seed in range(40 * SOAK):
+    for seed in range(num_cases(40)):
         exchange = random_exchange(seed, 1)
         expected = exchange.expected(0)
         exchange.run(0, group_name="", digest=seed)
@@ -225,7 +222,7 @@ def run_planned(rank: int, world_size: int, seeds: range) -> int:
 
 def test_a_planned_exchange_sends_what_the_tensors_hold_when_it_runs(run_world) -> None:
     for world_size in (1, 2, 3):
-        seeds = range(1000 * world_size, 1000 * world_size + 12 * SOAK)
+        seeds = range(1000 * world_size, 1000 * world_size + num_cases(12))
         assert run_world(world_size, run_planned, seeds) == [3 * len(seeds)] * world_size
 
 
@@ -518,8 +515,6 @@ def test_peers_are_ranks_of_the_group(run_world) -> None:
 
 
 LOST_RANK = 1
-# In the middle of a transfer: gloo notices a closed connection at once, one that is silent after this.
-SECONDS = 3.0
 
 
 def large_rows(world_size: int) -> Exchange:
@@ -533,14 +528,13 @@ def large_rows(world_size: int) -> Exchange:
     )
 
 
-def exchange_until_lost(exchange: Exchange, rank: int, group: dist.ProcessGroup) -> tuple[str, float]:
-    """The error, and the seconds of the call that raised it."""
+def exchange_until_lost(exchange: Exchange, rank: int, group: dist.ProcessGroup) -> str:
+    """The error. Gloo notices a closed connection at once, one that is silent by the deadline."""
     while True:
-        start = time.perf_counter()
         try:
-            exchange.run(rank, group_name=group.group_name, timeout_seconds=SECONDS)
+            exchange.run(rank, group_name=group.group_name, timeout_seconds=DEADLINE_SECONDS)
         except dist.DistBackendError as error:
-            return str(error), time.perf_counter() - start
+            return str(error)
 
 
 def never_come(rank: int, world_size: int) -> str:
@@ -549,12 +543,12 @@ def never_come(rank: int, world_size: int) -> str:
     versions = [target._version for target in exchange.targets[rank]]
     if rank == LOST_RANK:
         return ""
-    told, seconds = exchange_until_lost(exchange, rank, group)
-    assert seconds < LONGEST_SECONDS
+    told = exchange_until_lost(exchange, rank, group)
     assert [target._version for target in exchange.targets[rank]] == versions
     return told.partition("nothing was moved")[0]
 
 
+@pytest.mark.nightly("lost")
 def test_a_rank_that_does_not_come(run_world) -> None:
     told = "exchange_runs_: while ranks compared what they exchange; "
     assert run_world(3, never_come) == [told, "", told]
@@ -566,20 +560,23 @@ def stop(rank: int, world_size: int) -> tuple[str, bool]:
     exchange = large_rows(world_size)
     pids: list[int] = [0] * world_size
     dist.all_gather_object(pids, os.getpid())
+    store = dist.distributed_c10d._get_default_store()
     version = exchange.targets[rank][0]._version
     if rank == LOST_RANK:
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGSTOP)).start()
-    told, seconds = exchange_until_lost(exchange, rank, group)
+        strike_later("stop")
+    told = exchange_until_lost(exchange, rank, group)
+    if rank == 2:
+        store.set("rank 2 has given up", "")
     if rank == 0:
-        time.sleep(2 * SECONDS)  # the other one has given up, too
-        os.kill(pids[LOST_RANK], signal.SIGCONT)
-    assert rank == LOST_RANK or seconds < LONGEST_SECONDS
+        store.get("rank 2 has given up")
+        let_go_on(pids[LOST_RANK])
     return told.split(";")[0], exchange.targets[rank][0]._version > version
 
 
 PHASES = {"exchange_runs_: while boxes moved", "exchange_runs_: while ranks compared what they exchange"}
 
 
+@pytest.mark.nightly("lost")
 def test_a_rank_that_is_stopped(run_world) -> None:
     for told, has_new_version in run_world(3, stop):
         assert told in PHASES
@@ -591,12 +588,11 @@ def die(rank: int, world_size: int, folder: str) -> None:
     group = dist.new_group()
     exchange = large_rows(world_size)
     if rank == LOST_RANK:
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    told, seconds = exchange_until_lost(exchange, rank, group)
-    assert seconds < LONGEST_SECONDS
-    Path(folder, str(rank)).write_text(told)
+        strike_later("kill")
+    Path(folder, str(rank)).write_text(exchange_until_lost(exchange, rank, group))
 
 
+@pytest.mark.nightly("lost")
 def test_a_rank_that_dies(run_world, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the worker process died"):
         run_world(3, die, str(tmp_path))
@@ -614,7 +610,7 @@ def through_a_python_group(rank: int, world_size: int) -> str:
     group.calls_left = 1
     versions = [target._version for target in exchange.targets[rank]]
     with pytest.raises(dist.DistBackendError) as caught:
-        exchange.run(rank, group_name="exchanging group", timeout_seconds=SECONDS)
+        exchange.run(rank, group_name="exchanging group", timeout_seconds=60)
     assert all(target._version > before for target, before in zip(exchange.targets[rank], versions, strict=True))
     return str(caught.value)
 

@@ -57,8 +57,8 @@ def test_what_nobody_waits_for_is_wrong(run_late_world):
     run_late_world(1, check_missing_waits)
 
 
+@late.held()
 def check_missing_waits(rank: int, world_size: int) -> None:
-    late.set_delay(0.02)
     given = torch.arange(1000)
     there = given.to("late")
     pinned = torch.empty(1000, dtype=torch.int64, pin_memory=True)
@@ -103,15 +103,14 @@ def check_missing_waits(rank: int, world_size: int) -> None:
     del there
     stream.synchronize()
     assert torch.equal(copy.cpu(), given)
-    late.set_delay(0.0015)
 
 
 def test_blocking_copies_wait(run_late_world):
     run_late_world(1, check_blocking_copies)
 
 
+@late.held()
 def check_blocking_copies(rank: int, world_size: int) -> None:
-    late.set_delay(0.5)
     there = torch.arange(1000).to("late")
     pinned = torch.empty(1000, dtype=torch.int64, pin_memory=True)
     pinned.copy_(there)
@@ -120,7 +119,6 @@ def check_blocking_copies(rank: int, world_size: int) -> None:
     unpinned.copy_(there, non_blocking=True)  # as on a GPU: only pinned memory is copied behind one's back
     assert torch.equal(unpinned, torch.arange(1000))
     torch.accelerator.current_stream().synchronize()
-    late.set_delay(0.0015)
 
 
 def test_copies_and_bytes_are_counted(run_late_world):
@@ -145,8 +143,8 @@ def test_our_ops_run_on_its_streams(run_late_world):
     run_late_world(1, check_ops)
 
 
+@late.held()
 def check_ops(rank: int, world_size: int) -> None:
-    late.set_delay(0.02)
     late.count_copies()
     tensors = [torch.randn(5, 7).t(), torch.arange(9), torch.tensor(3.0), torch.empty(0, 2)]
     there = [tensor.to("late") for tensor in tensors]
@@ -177,7 +175,6 @@ def check_ops(rank: int, world_size: int) -> None:
         ops.flatten_into_(there, out[:3])
     with pytest.raises(ValueError, match="different devices"):
         ops.flatten_into_(there, torch.zeros_like(out, device="cpu"))
-    late.set_delay(0.0015)
 
 
 def test_all_our_ops_run_on_its_streams(run_late_world):

@@ -5,7 +5,6 @@ import io
 import pickle
 import re
 import shutil
-import socket
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -175,12 +174,6 @@ def test_a_checkpoint_at_a_url(tmp_path: Path) -> None:
     tte.load(load, tmp_path / "copy", transform=rename)
     assert digest_value(load) == digest_value({"v": WEIGHTS["w"], "b": WEIGHTS["b"]})
     assert call("inspect", tmp_path / "copy").code == 0
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def plain(text: str) -> str:

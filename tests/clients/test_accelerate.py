@@ -25,6 +25,8 @@ from fsdp_on_cpu import fsdp_on_cpu
 from safetensors.torch import load_file
 from transformers.integrations import tensor_parallel
 
+pytestmark = pytest.mark.nightly("clients")
+
 STEPS_BEFORE, STEPS_AFTER = 3, 3
 BATCH_SIZE = 12
 HOW = {"ours": tte.integrations.installed, "stock": nullcontext}

@@ -16,6 +16,8 @@ import torch
 
 import torchtitan_ext as tte
 
+pytestmark = pytest.mark.nightly("clients")
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

@@ -24,6 +24,8 @@ from transformers import (
     Qwen3Config,
 )
 
+pytestmark = pytest.mark.nightly("clients")
+
 SHAPE = {
     "vocab_size": 41,
     "hidden_size": 16,

@@ -20,6 +20,8 @@ from transformers import (
     MixtralForCausalLM,
 )
 
+pytestmark = pytest.mark.nightly("clients")
+
 SHAPE = {
     "vocab_size": 40,
     "hidden_size": 16,

@@ -26,6 +26,8 @@ from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch import strategies as of_trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
+pytestmark = pytest.mark.nightly("clients")
+
 Mesh = tuple[int, int]  # data parallel x tensor parallel
 NUM_STEPS, BATCH, LENGTH = 3, 12, 5  # steps of an epoch: one in the job that saves, another in the one that resumes
 SIDES = ("stock", "ours")

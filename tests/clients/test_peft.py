@@ -31,6 +31,8 @@ from peft import (
 )
 from transformers import LlamaConfig, LlamaForCausalLM
 
+pytestmark = pytest.mark.nightly("clients")
+
 STEPS_BEFORE, STEPS_AFTER = 3, 3
 BATCH_SIZE, SEQUENCE, VOCABULARY = 12, 9, 37
 HOW = {"ours": tte.integrations.installed, "stock": nullcontext}

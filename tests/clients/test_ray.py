@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("ray.train", reason="`make clients` installs Ray", exc_type=ImportError)
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.nightly("servers"), pytest.mark.timeout(1200)]
 
 JOB = Path(__file__).parents[1] / "harness" / "ray_job.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_train.py"
@@ -82,7 +82,6 @@ def test_an_undisturbed_job_reports_each_step_with_its_checkpoint(undisturbed: J
     assert undisturbed.steps_on_disk == ["step-16", "step-20"], "Ray removes the others"
 
 
-@pytest.mark.sampled(0.3, "jobs of Ray")
 def test_a_job_that_loses_a_node_and_gets_another_goes_on_as_if_nothing_had_happened(
     undisturbed: Job, tmp_path: Path
 ) -> None:
@@ -93,7 +92,6 @@ def test_a_job_that_loses_a_node_and_gets_another_goes_on_as_if_nothing_had_happ
     assert job.ray == undisturbed.ray and job.steps_on_disk == undisturbed.steps_on_disk
 
 
-@pytest.mark.sampled(0.3, "jobs of Ray")
 def test_a_job_saves_before_a_node_is_taken(undisturbed: Job, tmp_path: Path) -> None:
     job = Job(tmp_path / "drained", "drained")
     assert job.resumed == [[4, 0], [2, 6]], "a step that was not due"
@@ -101,7 +99,6 @@ def test_a_job_saves_before_a_node_is_taken(undisturbed: Job, tmp_path: Path) ->
     assert job.ray == undisturbed.ray
 
 
-@pytest.mark.sampled(0.3, "jobs of Ray")
 def test_a_job_goes_on_after_each_attack(undisturbed: Job, tmp_path: Path) -> None:
     """See ``ray_job.attack``: an error of the loop, a disk that is full, a death in a save and one before the report,
     and a damaged step."""

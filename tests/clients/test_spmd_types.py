@@ -12,6 +12,8 @@ from torch.distributed.fsdp import fully_shard
 
 import torchtitan_ext as tte
 
+pytestmark = pytest.mark.nightly("clients")
+
 spmd = pytest.importorskip("spmd_types")
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14):
     pytest.skip("FSDP2 reads the annotations of spmd_types since torch 2.14", allow_module_level=True)

@@ -12,6 +12,8 @@ from models import differences
 import torchtitan_ext as tte
 from torchtitan_ext.transforms import Transform, ready
 
+pytestmark = pytest.mark.nightly("clients")
+
 pytest.importorskip("torchtitan")
 
 LLAMA3 = ready("torchtitan_llama3", num_heads=16, dim=256)

@@ -25,6 +25,8 @@ pytest.importorskip("torchao")
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
 
+pytestmark = pytest.mark.nightly("clients")
+
 WRITERS = {"stock": (DefaultSavePlanner, FileSystemWriter), "ours": (tte.SavePlanner, FileWriter)}
 READERS = {"stock": (DefaultLoadPlanner, FileSystemReader), "ours": (tte.LoadPlanner, FileReader)}
 ROWS, COLUMNS = 96, 256  # 8 rows are a multiple of the 256 values of a block, and 4096 values are not

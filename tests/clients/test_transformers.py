@@ -28,6 +28,8 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 from transformers.distributed.checkpoint import load_optimizer_distributed, save_optimizer_distributed
 
+pytestmark = pytest.mark.nightly("clients")
+
 STEPS_BEFORE, STEPS_AFTER = 3, 3
 BATCH_SIZE, SEQUENCE = 12, 9
 # Uneven over 3 ranks. There transformers' own meshes train a tied embedding otherwise, checkpoint or not.

@@ -1,19 +1,16 @@
-"""Ranks that raise, sleep, are stopped or die in a phase of a save or load: one error on all others, in time.
+"""Ranks that raise, sleep, are stopped or die in a phase of a save or load: one error on all others.
 
-Every world has processes and a TCP store of its own, which rank 0 hosts, since ranks are killed and stopped.
+A world of which a rank is lost has processes and a TCP store of its own, which rank 0 hosts.
 """
 
-import os
-import signal
-import time
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lost_worlds import GROUP_TIMEOUT_SECONDS, LATEST_SECONDS, end_rank, run_losing_world
+from lost_worlds import DEADLINE_SECONDS, end_rank, join_losing_world, run_losing_world, strike
 from tier import SOAK
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.planner import LoadItemType
@@ -22,11 +19,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 import torchtitan_ext as tte
 from torchtitan_ext.errors import CheckpointFailedError, LostRankError, TorchtitanExtError
-from torchtitan_ext.ranks import watch
-
-DEADLINE_SECONDS = 3.0
-ROLL_CALL_SECONDS = 3.0
-SLEEP_SECONDS = DEADLINE_SECONDS + 3
 
 
 class Fault:
@@ -35,18 +27,13 @@ class Fault:
     def __init__(self, kind: str, phase: str, rank: int) -> None:
         self.kind, self.phase, self.rank = kind, phase, rank
         # Who raises says so, however long the others wait for it.
-        self.deadline_seconds = 100.0 if kind == "raise" else DEADLINE_SECONDS
+        self.deadline_seconds = 60.0 if kind == "raise" else DEADLINE_SECONDS
 
     def at(self, phase: str) -> None:
         if not self.kind or phase != self.phase or dist.get_rank() != self.rank:
             return
         kind, self.kind = self.kind, ""
-        if kind == "raise":
-            raise OSError("boom")
-        if kind == "sleep":
-            time.sleep(SLEEP_SECONDS)
-        else:
-            os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+        strike(kind)
 
 
 class FaultyWriter(FileSystemWriter):
@@ -111,54 +98,55 @@ def operate(operation: str, state: dict[str, Any], path: Path, fault: Fault) -> 
         tte.async_save(state, path, storage_writer=writer, timeout_seconds=fault.deadline_seconds).result()
 
 
-def work(rank: int, port: int, channels: Any, size: int, operation: str, path: Path, fault: Fault) -> None:
-    """One rank. Reports what the operation raised and when, and the same of a save after it."""
-    answers, _ = channels
-    watch._ROLL_CALL_SECONDS = ROLL_CALL_SECONDS
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS))
+def operate_twice(operation: str, path: Path, fault: Fault) -> list[Exception | None]:
+    """What the operation raised, and a save after it."""
     # Made once: no mesh can be made after ranks are lost.
     state = state_of(fault)
     if operation == "load":
         tte.save({**state, "data": FaultyObject(Fault("", "", -1))}, path)
     dist.barrier()
+    errors: list[Exception | None] = []
     for step in (path, path.with_name("next")):
-        start = time.monotonic()
         try:
             operate(operation if step == path else "save", state, step, fault)
-            error: Exception | None = None
+            errors.append(None)
         except TorchtitanExtError as raised:
-            error = raised
-        answers.put((rank, error, time.monotonic() - start))
+            errors.append(raised)
         fault.kind = ""
+    return errors
+
+
+def work(rank: int, port: int, channels: Any, size: int, operation: str, path: Path, fault: Fault) -> None:
+    """One rank of a world that loses one."""
+    join_losing_world(rank, size, port)
+    for error in operate_twice(operation, path, fault):
+        channels[0].put((rank, error))
     end_rank(channels)
 
 
 def run(
     operation: str, kind: str, phase: str, path: Path, *, size: int = 3, culprit: int = 1
 ) -> tuple[dict[int, list[Any]], list[int]]:
-    """Runs one world. Returns (error, seconds) of every operation by rank, and the exit codes."""
+    """Runs one world. Returns the errors of both operations by rank, and the exit codes."""
     fault = Fault(kind, phase, culprit)
     return run_losing_world(work, size, operation, path, fault, kind=kind, size=size, culprit=culprit)
 
 
 def check_lost(results: dict[int, list[Any]], kind: str, phase: str, path: Path, operation: str, culprit: int) -> str:
     """All survivors, and who slept or went on, raise the same; a later save on this group too. Returns the text."""
-    first = {rank: outcomes[0] for rank, outcomes in results.items() if outcomes}
-    assert {type(error) for error, _ in first.values()} == {LostRankError}
+    first = {rank: outcomes[0][0] for rank, outcomes in results.items() if outcomes}
+    assert {type(error) for error in first.values()} == {LostRankError}
     # A stopped host of the store goes on with it: what the others could not ask is there again.
     is_host = kind == "stop" and culprit == 0
-    texts = {str(error) for rank, (error, _) in first.items() if not (is_host and rank == 0)}
+    texts = {str(error) for rank, error in first.items() if not (is_host and rank == 0)}
     assert len(texts) == 1, texts
-    assert all(seconds < LATEST_SECONDS for rank, (_, seconds) in first.items() if rank != culprit)
     text = texts.pop()
     assert len(text.splitlines()) == 1
     assert text.startswith(f"{'load' if operation == 'load' else 'save'} failed in phase {phase} of {path} while ")
     assert "this process group can serve no further save or load" in text
-    later = {rank: outcomes[1] for rank, outcomes in results.items() if len(outcomes) > 1}
+    later = {rank: outcomes[1][0] for rank, outcomes in results.items() if len(outcomes) > 1}
     assert later.keys() == first.keys()
-    assert {type(error) for error, _ in later.values()} == {LostRankError}
+    assert {type(error) for error in later.values()} == {LostRankError}
     return text
 
 
@@ -173,7 +161,7 @@ EVERY_CASE = [
 CASES = EVERY_CASE if SOAK > 1 else [*EVERY_CASE[:9:4], EVERY_CASE[11], *EVERY_CASE[12::4]]
 
 
-@pytest.mark.sampled(0.4)
+@pytest.mark.nightly("lost")
 @pytest.mark.parametrize(("operation", "kind", "phase"), CASES, ids=lambda value: value)
 def test_a_rank_that_does_not_come(tmp_path: Path, operation: str, kind: str, phase: str) -> None:
     path = tmp_path / "step"
@@ -188,6 +176,7 @@ def test_a_rank_that_does_not_come(tmp_path: Path, operation: str, kind: str, ph
         assert "; rank(s) 1 did not answer a roll call; " in text
 
 
+@pytest.mark.nightly("lost")
 @pytest.mark.parametrize(("kind", "size"), [("sleep", 2), ("stop", 4), ("kill", 2)])
 def test_a_coordinator_that_does_not_commit(tmp_path: Path, kind: str, size: int) -> None:
     """It hosts the store of the process groups, too: what it cannot answer is lost with it."""
@@ -202,20 +191,31 @@ def test_a_coordinator_that_does_not_commit(tmp_path: Path, kind: str, size: int
         )
 
 
-@pytest.mark.parametrize(
-    ("operation", "phase"),
-    [
-        *[("save", phase) for phase in ("prepare", "plan", "write", "commit")],
-        ("async_save", "write"),
-        *[("load", phase) for phase in LOAD_PHASES],
-    ],
-)
-def test_a_rank_that_raises_is_the_same_error_and_the_group_goes_on(tmp_path: Path, operation: str, phase: str) -> None:
-    path = tmp_path / "step"
-    culprit = 0 if phase == "commit" else 1
-    results, exit_codes = run(operation, "raise", phase, path, culprit=culprit)
-    errors = [results[rank][0][0] for rank in range(3)]
-    assert {type(error) for error in errors} == {CheckpointFailedError} and len({str(error) for error in errors}) == 1
-    named = "write" if phase == "commit" else phase
-    assert f"rank {culprit}: OSError: boom (in phase {named} of {path})" in str(errors[0])
-    assert [results[rank][1][0] for rank in range(3)] == [None] * 3 and exit_codes == [0] * 3
+RAISING = [
+    *[("save", phase) for phase in ("prepare", "plan", "write", "commit")],
+    ("async_save", "write"),
+    *[("load", phase) for phase in LOAD_PHASES],
+]
+
+
+def raise_in_each_phase(rank: int, world_size: int, folder: Path) -> list[list[Exception | None]]:
+    outcomes = []
+    for number, (operation, phase) in enumerate(RAISING):
+        (folder / str(number)).mkdir(exist_ok=True)
+        fault = Fault("raise", phase, 0 if phase == "commit" else 1)
+        outcomes.append(operate_twice(operation, folder / str(number) / "step", fault))
+    return outcomes
+
+
+def test_a_rank_that_raises_is_the_same_error_and_the_group_goes_on(
+    run_world: Callable[..., Any], tmp_path: Path
+) -> None:
+    of_ranks = run_world(3, raise_in_each_phase, tmp_path)
+    for number, (_, phase) in enumerate(RAISING):
+        errors = [outcomes[number][0] for outcomes in of_ranks]
+        assert {type(error) for error in errors} == {CheckpointFailedError}
+        assert len({str(error) for error in errors}) == 1
+        culprit, named = (0, "write") if phase == "commit" else (1, phase)
+        path = tmp_path / str(number) / "step"
+        assert f"rank {culprit}: OSError: boom (in phase {named} of {path})" in str(errors[0])
+        assert [outcomes[number][1] for outcomes in of_ranks] == [None] * 3

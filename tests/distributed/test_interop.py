@@ -66,7 +66,7 @@ def load_with_stock(rank: int, world_size: int, layout: HandMade, paths: list[Pa
 
 
 def test_stock_reads_every_layout_of_ours(run_world, tmp_path: Path) -> None:
-    sources = [*HANDMADE, INTERLEAVED_QKV]
+    sources = [layout for layout in (*HANDMADE, INTERLEAVED_QKV) if layout.world_size <= 4]
     for source in sources:
         run_world(source.world_size, save_ours, source, tmp_path / source.name)
     paths = [tmp_path / source.name for source in sources]
@@ -98,8 +98,8 @@ WHOLE = Layout("whole", (1,), ())
 
 
 def test_stock_reads_our_training_state(run_world, tmp_path: Path) -> None:
-    run_world(8, save_trained, BY_NAME["fsdp4_tp2"], UNEVEN, tmp_path, True)
-    for target in [BY_NAME["fsdp4"], BY_NAME["tp2"], BY_NAME["hsdp2x2"], BY_NAME["fsdp2_tp2"], WHOLE]:
+    run_world(4, save_trained, BY_NAME["fsdp2_tp2"], UNEVEN, tmp_path, True)
+    for target in [BY_NAME["fsdp4"], BY_NAME["tp2"], BY_NAME["hsdp2x2"], WHOLE]:
         answers = run_world(
             target.world_size, load_trained, target, UNEVEN, tmp_path, False, process_group=target.axes != ()
         )
@@ -107,13 +107,13 @@ def test_stock_reads_our_training_state(run_world, tmp_path: Path) -> None:
 
 
 @pytest.mark.sampled(0.5)
-@pytest.mark.parametrize("source", ["fsdp8", "tp2", "fsdp2_tp4", "hsdp2x2", "fsdp2_tp2_dim1", "whole"])
+@pytest.mark.parametrize("source", ["fsdp4", "tp2", "tp4", "hsdp2x2", "fsdp2_tp2_dim1", "whole"])
 def test_we_read_what_stock_saved(run_world, tmp_path: Path, source: str) -> None:
     layout = WHOLE if source == "whole" else BY_NAME[source]
     sizes = EVEN if layout.fsdp_dim else UNEVEN
     has_group = layout.axes != ()
     run_world(layout.world_size, save_trained, layout, sizes, tmp_path, False, process_group=has_group)
-    for target in [BY_NAME["fsdp4_tp2"], BY_NAME["fsdp2"], WHOLE]:
+    for target in [BY_NAME["fsdp2_tp2"], BY_NAME["fsdp2"], WHOLE]:
         answers = run_world(
             target.world_size, load_trained, target, sizes, tmp_path, True, process_group=target.axes != ()
         )
@@ -121,13 +121,13 @@ def test_we_read_what_stock_saved(run_world, tmp_path: Path, source: str) -> Non
 
 
 def test_dcp_to_torch_save_and_back(run_world, tmp_path: Path) -> None:
-    run_world(8, save_trained, BY_NAME["fsdp4_tp2"], UNEVEN, tmp_path / "ours", True)
+    run_world(4, save_trained, BY_NAME["fsdp2_tp2"], UNEVEN, tmp_path / "ours", True)
     dcp_to_torch_save(tmp_path / "ours", tmp_path / "one_file.pt")
     state = torch.load(tmp_path / "one_file.pt", weights_only=True)
     assert differences(state, training_truth(UNEVEN)) == []
 
     torch_save_to_dcp(tmp_path / "one_file.pt", tmp_path / "theirs")
-    assert run_world(8, load_trained, BY_NAME["fsdp4_tp2"], UNEVEN, tmp_path / "theirs", True) == [[]] * 8
+    assert run_world(4, load_trained, BY_NAME["fsdp2_tp2"], UNEVEN, tmp_path / "theirs", True) == [[]] * 4
 
 
 def structured_state() -> dict[str, Any]:
@@ -214,7 +214,7 @@ def load_from_storage(rank: int, world_size: int, layout: HandMade, kind: str, p
     return differences(state, truth, list(layout.steps))
 
 
-@pytest.mark.sampled(0.34)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("source", ["strided_nested", "shard1_shard0", "strided_1d"])
 @pytest.mark.parametrize("kind", ["one_file_per_rank", "one_file_per_item", "two_threads", "fsspec", "hugging_face"])
 def test_stock_storage(run_world, tmp_path: Path, kind: str, source: str) -> None:

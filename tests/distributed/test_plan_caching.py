@@ -27,7 +27,7 @@ CACHES = [name for name in vars(SavePlanner) if name.startswith("_cached_")]
 
 
 def train_and_save(rank: int, world_size: int, folder: Path, kind: type[Any]) -> None:
-    model = build_model(BY_NAME["fsdp4_tp2"], UNEVEN)
+    model = build_model(BY_NAME["fsdp2_tp2"], UNEVEN)
     optimizer = build_optimizer(model, lr=0.01)
     for step in range(3):
         take_steps(model, optimizer, num_steps=1)
@@ -41,7 +41,7 @@ def train_and_save(rank: int, world_size: int, folder: Path, kind: type[Any]) ->
 
 @pytest.mark.parametrize("kind", [FileWriter, FileSystemWriter])
 def test_every_step_has_its_own_values(run_world, tmp_path: Path, kind: type[Any]) -> None:
-    run_world(8, train_and_save, tmp_path, kind)
+    run_world(4, train_and_save, tmp_path, kind)
     model = build_whole(UNEVEN)
     optimizer = build_optimizer(model, lr=0.01)
     for step in range(3):

@@ -13,7 +13,7 @@ from boxed_tensors import CASES, cut, parts
 from checkpoints import with_tables, without_metadata
 from models import local_of, poison
 from random_layouts import MESH_SHAPES, build, random_layouts, random_truth
-from tier import SOAK
+from tier import SOAK, TIER
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -26,7 +26,9 @@ RunWorld = Callable[..., list[Any]]
 
 NUM_STATES = 300 if SOAK > 1 else 42
 NUM_TENSORS = 12
-WORLDS = [(8, 6), (6, 8), (4, 1), (1, 4), (2, 8), (8, 2), (4, 4)]
+WORLDS = [(4, 4), (4, 1), (1, 4), (2, 4), (4, 2), (2, 1)]
+if TIER != "commit":
+    WORLDS = [(8, 6), (6, 8), (4, 1), (1, 4), (2, 8), (8, 2), (4, 4)]
 """Ranks that save, and that load."""
 
 
@@ -105,7 +107,7 @@ LAYOUTS: list[tuple[tuple[int, ...], list[Any]]] = [
     ((2, 2), [Replicate(), Shard(0)]),
     ((2, 2), [Shard(0), Shard(1)]),
     ((3,), [Shard(0)]),
-    ((4, 2), [Shard(0), Shard(0)]),
+    ((2, 2), [Shard(0), Shard(0)]),
 ]
 LAYOUT_IDS = [f"{'x'.join(map(str, shape))}-{placements}" for shape, placements in LAYOUTS]
 
@@ -163,7 +165,7 @@ def load_swapped(rank: int, world_size: int, layout: int, path: Path) -> None:
     assert of_key == {"w_a": holders, "w_b": holders}
 
 
-@pytest.mark.sampled(0.34)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("how", ["metadata only", "records too", "no metadata"])
 @pytest.mark.parametrize("layout", range(len(LAYOUTS)), ids=LAYOUT_IDS)
 def test_two_swapped_entries_are_found(run_world: RunWorld, tmp_path: Path, layout: int, how: str) -> None:

@@ -7,7 +7,7 @@ import torch
 from gloo_worlds import on_a_gpu
 from models import differences, poison
 from random_layouts import build, random_layouts, random_truth
-from tier import SOAK
+from tier import SOAK, TIER
 
 import torchtitan_ext as tte
 
@@ -38,7 +38,7 @@ def load_random(rank: int, world_size: int, device: str, seed: int, path: Path) 
 
 @pytest.mark.sampled(0.17)
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize(("source", "target"), [(8, 6), (6, 8)])
+@pytest.mark.parametrize(("source", "target"), [(4, 2), (2, 4)] if TIER == "commit" else [(8, 6), (6, 8)])
 def test_random_layouts(run_world, tmp_path: Path, seed: int, source: int, target: int) -> None:
     run_world(source, save_random, "cpu", seed, tmp_path)
     assert run_world(target, load_random, "cpu", seed, tmp_path) == [[]] * target

@@ -264,14 +264,14 @@ def test_equal_objects_that_pickle_differently_are_equal(run_world, tmp_path: Pa
 
 
 def saved_model(rank: int, world_size: int, path: Path) -> None:
-    model = build_model(BY_NAME["fsdp4_tp2"], UNEVEN).state_dict()
+    model = build_model(BY_NAME["fsdp2_tp2"], UNEVEN).state_dict()
     tte.save({"model": model, "step": 3, "lr": 0.5, "half": torch.ones(3, dtype=torch.bfloat16)}, path)
 
 
 @pytest.fixture(scope="module")
 def checkpoint(run_world, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("refusals") / "checkpoint"
-    run_world(8, saved_model, path)
+    run_world(4, saved_model, path)
     return path
 
 

@@ -84,7 +84,7 @@ def save(step: int, run: Path, *, is_async: bool, **options: Any) -> tuple[str, 
     state = {"w": tte.full.distribute_tensor(torch.full((ROWS, 4), float(step)), mesh, [Shard(0)]), "step": step}
     path = run / f"step-{step}"
     saved = save_of_run(state, path, is_async=is_async, **options)
-    result = saved.result(timeout=120) if is_async else saved
+    result = saved.result() if is_async else saved
     return result.path, result.error
 
 

@@ -1,13 +1,12 @@
 """Safetensors that ranks write together, whatever their layouts, read by the safetensors library bit for bit.
 
-Forty random states in the suite, 300 with ``make soak``.
+Twenty-four random states at commit, thousands with ``make soak``.
 """
 
 import json
 import os
 import random
 import resource
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,14 @@ import boxed_tensors
 import pytest
 import torch
 import torch.distributed as dist
+from lost_worlds import strike
 from models import BY_NAME, EVEN, UNEVEN, build_model, build_whole, differences, poison, random_whole
 from random_layouts import SideOfTransfer, build, random_layouts
 from reference import same_bits
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from safetensors.torch import save_model as save_by_the_library
-from tier import SOAK
+from tier import SOAK, num_cases
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -92,8 +92,7 @@ def save_model(rank: int, world_size: int, layout: str, sizes: Any, path: Path, 
     [
         ("fsdp2", EVEN, False),
         ("fsdp2_tp2", UNEVEN, True),
-        ("hsdp2x2_tp2", UNEVEN, False),
-        ("fsdp4_tp2", UNEVEN, False),
+        ("hsdp2x2", UNEVEN, False),
     ],
     ids=str,
 )
@@ -143,16 +142,16 @@ def save_random(rank: int, world_size: int, seeds: list[int], folder: Path, one_
 
 
 @pytest.mark.parametrize(
-    ("world_size", "one_writer"), [(1, False), (2, False), (4, False), (8, False), (1, True), (2, True), (6, True)]
+    ("world_size", "one_writer"), [(1, False), (2, False), (4, False), (1, True), (2, True), (4, True)]
 )
 def test_random_states(run_world: Callable[..., Any], tmp_path: Path, world_size: int, one_writer: bool) -> None:
-    seeds = [1000 * world_size + number for number in range(10 if SOAK == 1 else 75)]
-    run_world(world_size, save_random, seeds, tmp_path, one_writer, timeout_seconds=600)
+    seeds = [1000 * world_size + number for number in range(num_cases(10 if SOAK == 1 else 75))]
+    run_world(world_size, save_random, seeds, tmp_path, one_writer)
     for seed in seeds:
         plain = {fqn: tensor.resolve_conj() for fqn, tensor in plain_tensors(seed).items()}
         assert_same(read_by_the_library(tmp_path / str(seed)), {**random_tensors(seed), **plain})
-    others = {1: 4, 2: 1, 4: 6, 6: 2, 8: 2}[world_size]
-    assert run_world(others, load_random, seeds, tmp_path, timeout_seconds=600) == [[]] * others
+    others = {1: 4, 2: 1, 4: 2}[world_size]
+    assert run_world(others, load_random, seeds, tmp_path) == [[]] * others
 
 
 def load_random(rank: int, world_size: int, seeds: list[int], folder: Path) -> list[str]:
@@ -524,7 +523,7 @@ def lose_a_rank(rank: int, world_size: int, path: Path) -> None:
     class Planner(tte.SavePlanner):
         def resolve_data(self, item: Any) -> Any:
             if rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
+                strike("kill")
             return super().resolve_data(item)
 
     mesh = init_device_mesh("cpu", (world_size,))
@@ -534,6 +533,7 @@ def lose_a_rank(rank: int, world_size: int, path: Path) -> None:
     path.with_name(f"error{rank}").write_text(str(caught.value))
 
 
+@pytest.mark.nightly("lost")
 def test_a_rank_that_is_killed_is_named(run_world: Callable[..., Any], tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the worker process died"):
         run_world(3, lose_a_rank, tmp_path / "hf")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lost_worlds import strike
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,7 +38,7 @@ def save(state: dict[str, Any], path: Path, is_async: bool, **options: Any) -> N
 class DyingWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         if dist.get_rank() == FAILING_RANK:
-            os.kill(os.getpid(), signal.SIGKILL)
+            strike("kill")
         return super().write_data(plan, planner)
 
 
@@ -54,6 +55,7 @@ def load_whole(rank: int, world_size: int, path: Path) -> bool:
     return torch.equal(whole["w"], torch.arange(36.0).view(9, 4))
 
 
+@pytest.mark.nightly("lost")
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_rank_that_is_killed_in_a_save_is_named(
     run_world: Callable[..., Any], tmp_path: Path, is_async: bool

@@ -26,6 +26,7 @@ from models import (
 from random_layouts import build, random_layouts, random_truth
 from reference import same_bits
 from safetensors.torch import save_file
+from tier import num_cases
 from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
@@ -76,9 +77,9 @@ def load_many(rank: int, world_size: int, seeds: list[int], folder: Path) -> Non
 
 
 @pytest.mark.sampled(0.34)
-@pytest.mark.parametrize(("saving", "loading"), [(4, 2), (2, 8), (6, 4)])
+@pytest.mark.parametrize(("saving", "loading"), [(4, 2), (2, 4), (1, 4)])
 def test_random_states_are_read_once_and_equal(run_world: RunWorld, tmp_path: Path, saving: int, loading: int) -> None:
-    seeds = list(range(8))
+    seeds = list(range(num_cases(8)))
     run_world(saving, save_many, seeds, tmp_path)
     run_world(loading, load_many, seeds, tmp_path)
 
@@ -261,9 +262,8 @@ def load_trained(rank: int, world_size: int, layout: Layout, path: Path) -> list
     return [name for name in truth if not same_bits(loaded[name][2], truth[name])]
 
 
-@pytest.mark.parametrize("name", ["hsdp2x2", "hsdp2x2_tp2"])
-def test_a_trained_state(run_world: RunWorld, tmp_path: Path, name: str) -> None:
-    layout = BY_NAME[name]
+def test_a_trained_state(run_world: RunWorld, tmp_path: Path) -> None:
+    layout = BY_NAME["hsdp2x2"]
     assert not any(run_world(math.prod(layout.mesh_shape), load_trained, layout, tmp_path / "step"))
 
 

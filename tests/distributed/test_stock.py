@@ -24,7 +24,10 @@ from models import (
     refused_by_fsdp,
     strided,
 )
+from tier import TIER
 from torch.distributed.checkpoint.api import CheckpointException
+
+BUILT = [layout for layout in LAYOUTS if TIER != "commit" or layout.world_size <= 4]
 
 
 def differences_of_built_model(rank: int, world_size: int, layout: Layout, sizes: Sizes) -> list[str]:
@@ -32,7 +35,7 @@ def differences_of_built_model(rank: int, world_size: int, layout: Layout, sizes
 
 
 @pytest.mark.parametrize("sizes", [EVEN, UNEVEN], ids=lambda sizes: sizes.name)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", BUILT, ids=lambda layout: layout.name)
 def test_oracle_knows_what_fsdp_and_tp_build(run_world, layout: Layout, sizes: Sizes) -> None:
     if refused_by_fsdp(layout, sizes):
         with pytest.raises(NotImplementedError, match="FSDP does not support uneven sharding on dim 1"):
@@ -46,6 +49,7 @@ def save_with_stock(rank: int, world_size: int, layout: Layout, sizes: Sizes, pa
     dcp.save({"model": build_model(layout, sizes).state_dict()}, checkpoint_id=path)
 
 
+@pytest.mark.sampled(0.3)
 @pytest.mark.parametrize("vocab", [33, 9, 17])
 def test_stock_cannot_save_or_cannot_load_uneven_2d(run_world, tmp_path: Path, vocab: int) -> None:
     layout = Layout("fsdp4_tp2", (4, 2), ("dp", "tp"))

@@ -1,4 +1,4 @@
-"""A proxy between clients and an object server that delays, cuts, corrupts and refuses what a test names.
+"""A proxy between clients and an object server that holds, cuts, corrupts and refuses what a test names.
 
 It listens on a TCP port, in threads of the test's process: clients in any process use its address as endpoint, and the
 test adds and removes rules while they run. Requests reach the server as they were sent, ``Host`` included, so that
@@ -18,7 +18,6 @@ import socket
 import struct
 import tempfile
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import closing
@@ -102,6 +101,7 @@ class FaultProxy:
         self._log: list[Exchange] = []
         self._clients: set[Peer] = set()
         self._num_at_once = 0
+        self._is_open = False
 
     def __enter__(self) -> "FaultProxy":
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
@@ -114,6 +114,8 @@ class FaultProxy:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         with self._changed:
+            self._is_open = True
+            self._changed.notify_all()
             clients = list(self._clients)
         for client in clients:
             try:
@@ -165,10 +167,18 @@ class FaultProxy:
         """How many requests of each method are in the log."""
         return Counter(exchange.method for exchange in self.log())
 
-    def wait_until_idle(self, *, seconds: float = 30.0) -> None:
-        """Waits until no request is in the proxy, late ones included."""
+    def wait_until_idle(self) -> None:
+        """Releases late requests, and waits until no request is in the proxy."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self._num_at_once == 0, seconds), "requests are still in the proxy"
+            self._is_open = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._num_at_once == 0)
+            self._is_open = False
+
+    def _hold(self) -> None:
+        """Returns when late requests are released."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_open)
 
     # ---- one thread for each connection of a client ----
 
@@ -205,7 +215,7 @@ class FaultProxy:
             with self._changed:
                 self._log.append(Exchange(method, path, status, fault and fault.kind))
 
-        passage = Passage(client, self._upstream, request, fault or Fault("delay"), write_log)
+        passage = Passage(client, self._upstream, request, fault or Fault("pass"), write_log, self._hold)
         try:
             passage.run()
         finally:
@@ -236,7 +246,9 @@ class FaultProxy:
 
 
 class Passage:
-    """The way of one request to the server, and of its answer back; ``write_log`` is called once, with its status."""
+    """The way of one request to the server, and of its answer back; ``write_log`` is called once, with its status;
+    a late request goes on when ``hold`` returns.
+    """
 
     def __init__(
         self,
@@ -245,12 +257,14 @@ class Passage:
         request: h11.Request,
         fault: Fault,
         write_log: Callable[[int | None], None],
+        hold: Callable[[], None],
     ) -> None:
         self.client = client
         self.upstream = upstream
         self.request = request
         self.fault = fault
         self.write_log = write_log
+        self.hold = hold
         self.is_logged = False
 
     def note(self, status: int | None) -> None:
@@ -263,7 +277,6 @@ class Passage:
         if self.fault.kind == "late":
             self._forward_late()
             return
-        time.sleep(self.fault.seconds)
         if self.fault.kind == "cut_before":
             self._cut()
         elif self.fault.kind == "answer":
@@ -318,7 +331,7 @@ class Passage:
             for data in self.client.body():
                 body.write(data)
             self._leave_client()
-            time.sleep(self.fault.seconds)
+            self.hold()
             body.seek(0)
             with closing(socket.create_connection(self.upstream)) as connection:
                 server = Peer(connection, h11.CLIENT)

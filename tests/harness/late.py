@@ -6,7 +6,8 @@ A process has one accelerator: load it in processes of its own, as the fixture `
 import functools
 import os
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,16 @@ def load() -> None:
 def set_delay(seconds: float) -> None:
     """How long a stream sleeps before each copy and kernel; 1.5 ms unless set."""
     torch.ops.late.set_delay(int(seconds * 1e6))
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Within the block a stream makes its copies and kernels only while somebody waits for it."""
+    torch.ops.late.hold(True)
+    try:
+        yield
+    finally:
+        torch.ops.late.hold(False)
 
 
 @dataclass(frozen=True)

@@ -83,16 +83,52 @@ class WithoutPythonLock {
 
 // ---- streams and events ----
 
-// Passed once; any number of threads wait for it.
+// Whether streams are held: then one makes its copies and kernels only while somebody waits for it, and nothing that
+// nobody waited for is ever there in time.
+class Gate {
+ public:
+  static Gate& instance() {
+    static Gate* gate = new Gate();
+    return *gate;
+  }
+  void hold(bool is_held) {
+    const std::lock_guard lock(mutex_);
+    is_held_ = is_held;
+    changed_.notify_all();
+  }
+  // How many more wait for the stream that has this count.
+  void add_waiting(int& num_waiting, int more) {
+    const std::lock_guard lock(mutex_);
+    num_waiting += more;
+    changed_.notify_all();
+  }
+  void pass(const int& num_waiting) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return !is_held_ || num_waiting > 0; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool is_held_ = false;
+};
+
+// A place in the work of a stream, passed once; any number of threads wait for it.
 class Mark {
  public:
+  explicit Mark(int& num_waiting_for_stream) : num_waiting_for_stream_(num_waiting_for_stream) {}
   void pass() {
     const std::lock_guard lock(mutex_);
     is_passed_ = true;
+    // Here, on the stream: it must not go on for those that have got what they waited for.
+    Gate::instance().add_waiting(num_waiting_for_stream_, -num_waiting_);
     changed_.notify_all();
   }
   void wait() {
     std::unique_lock lock(mutex_);
+    if (is_passed_) return;
+    ++num_waiting_;
+    Gate::instance().add_waiting(num_waiting_for_stream_, 1);
     changed_.wait(lock, [this] { return is_passed_; });
   }
   bool is_passed() {
@@ -103,6 +139,8 @@ class Mark {
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
+  int& num_waiting_for_stream_;  // guarded by the gate; streams live as long as the process
+  int num_waiting_ = 0;
   bool is_passed_ = false;
 };
 
@@ -122,14 +160,15 @@ class Queue {
 
   // Work that takes its time, as a copy or a kernel does.
   void add_late(Work work) {
-    add([work = std::move(work)] {
+    add([this, work = std::move(work)] {
+      Gate::instance().pass(num_waiting_);
       std::this_thread::sleep_for(std::chrono::microseconds(delay_microseconds.load()));
       work();
     });
   }
 
   std::shared_ptr<Mark> mark() {
-    auto mark = std::make_shared<Mark>();
+    auto mark = std::make_shared<Mark>(num_waiting_);
     add([mark] { mark->pass(); });
     return mark;
   }
@@ -162,6 +201,7 @@ class Queue {
   std::condition_variable changed_;
   std::deque<Work> work_;
   std::exception_ptr error_;
+  int num_waiting_ = 0;  // guarded by the gate
 };
 
 // Never destroyed: its thread runs until the process ends.
@@ -752,10 +792,13 @@ std::vector<int64_t> count_bytes() {
 
 void set_delay(int64_t microseconds) { delay_microseconds = microseconds; }
 
+void hold(bool is_held) { Gate::instance().hold(is_held); }
+
 TORCH_LIBRARY(late, library) {
   library.def("count_copies() -> int[]", count_copies);
   library.def("count_bytes() -> int[]", count_bytes);
   library.def("set_delay(int microseconds) -> ()", set_delay);
+  library.def("hold(bool is_held) -> ()", hold);
 }
 
 }  // namespace

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal[
-    "delay",
+    "pass",
     "cut_before",
     "cut_request",
     "cut_answer",
@@ -23,7 +23,7 @@ class Fault:
     """What happens to a request.
 
     Attributes:
-        kind: "delay": nothing but the delay.
+        kind: "pass": nothing.
             "cut_before": the connection ends before anything is forwarded.
             "cut_request": the server gets ``num_bytes`` of the request's body, then both connections end.
             "cut_answer": the client gets ``num_bytes`` of the answer's body, then its connection ends.
@@ -31,15 +31,14 @@ class Fault:
             Bodies that are not longer than ``num_bytes`` pass as they are.
             "answer": the proxy answers ``status`` with an error of S3 as body, and forwards nothing.
             "lose_answer": the server has answered when the client's connection ends.
-            "late": the client's connection ends when its request is complete; the request is forwarded after that.
-        seconds: How long the proxy waits first; "late": how long after it has cut the client off.
+            "late": the client's connection ends when its request is complete; the request is forwarded when
+            ``FaultProxy.wait_until_idle`` releases it.
         retry_after_seconds: The header ``Retry-After`` of an "answer".
         cut: How a client's connection ends. "close": in order, so a client that waits for its answer reads the end of
             the stream. "reset": with RST, as when a host or a load balancer has gone.
     """
 
     kind: Kind
-    seconds: float = 0.0
     num_bytes: int = 0
     status: int = 500
     retry_after_seconds: int | None = None

@@ -18,6 +18,7 @@ import json
 import math
 import os
 import random
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -100,6 +101,14 @@ def part_of(item: pytest.Item) -> str:
         return ""
     assert mark.args[0] in PARTS, f"{item.nodeid}: nightly({mark.args[0]!r}): expected one of {[*PARTS]}"
     return str(mark.args[0])
+
+
+def part_of_file(path: Path) -> str:
+    """The part of the nightly tier that runs all tests of a file, as its ``pytestmark`` says; else empty."""
+    if path.suffix != ".py" or not path.is_file():
+        return ""
+    mark = re.search(r"^pytestmark = \[?pytest\.mark\.nightly\(\"(\w+)\"\)", path.read_text(), re.M)
+    return "" if mark is None else mark[1]
 
 
 def _draws(item: pytest.Item) -> bool:

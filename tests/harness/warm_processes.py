@@ -12,7 +12,6 @@ test of what is imported or of what the interpreter does at its end.
 import atexit
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from multiprocessing.connection import Connection
 from typing import IO, Any
 
 import torch
+import torch.distributed as dist
 from gloo_worlds import GLOO_AT_EXIT, fork_children_from_my_server, fork_server
 from tier import RUNS_ALL
 
@@ -124,39 +124,37 @@ def run(
     return done
 
 
-def torchrun(num_ranks: int, *command: object, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """A job of torchrun: the real one in the full suite, else warm processes that have what it gives its ranks.
+def torchrun(num_ranks: int, *command: object) -> subprocess.CompletedProcess[str]:
+    """A job of torchrun: the real one at night, else warm processes that have what it gives its ranks.
 
     Its code is 1 where a rank fails, which ends the others.
     """
     run_ranks = _run_torchrun if RUNS_ALL else _run_warm_ranks
     for _ in range(3):
-        done = run_ranks(num_ranks, [str(part) for part in command], timeout)
+        done = run_ranks(num_ranks, [str(part) for part in command])
         if GLOO_AT_EXIT not in done.stderr:
             break
     return done
 
 
-def _run_torchrun(num_ranks: int, command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
+def _run_torchrun(num_ranks: int, command: list[str]) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    return subprocess.run([*launcher, *command], capture_output=True, text=True, timeout=timeout, check=False)
+    return subprocess.run([*launcher, *command], capture_output=True, text=True, check=False)
 
 
-def _run_warm_ranks(num_ranks: int, command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "GLOO_SOCKET_IFNAME": "lo"}
-    size = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": "1"}
+def _run_warm_ranks(num_ranks: int, command: list[str]) -> subprocess.CompletedProcess[str]:
+    # This process hosts the store of the process groups, as the agent of torchrun does.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "GLOO_SOCKET_IFNAME": "lo"}
+    place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
+    size = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         ranks = [
             Popen(command, stdout=stdout, stderr=stderr, env={**os.environ, **place, **size, **rank})
             for rank in ({"RANK": str(number), "LOCAL_RANK": str(number)} for number in range(num_ranks))
         ]
-        deadline = time.monotonic() + timeout
         try:
             while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
-                if time.monotonic() > deadline:
-                    raise subprocess.TimeoutExpired(command, timeout)
                 time.sleep(0.05)
             if any(codes):
                 time.sleep(1)  # what the others have to say

@@ -35,6 +35,8 @@ from torchtitan_ext.runs import checkpoint_manager
 from torchtitan_ext.storage import FileWriter
 from torchtitan_ext.storage.commit.steps import folders_in_fallback
 
+pytestmark = pytest.mark.nightly("clients")
+
 SEQ_LEN = 8
 # Document d has 10 words of its own, none below 3.
 DOCUMENTS = [" ".join(str(10 * document + word + 3) for word in range(10)) for document in range(48)]
@@ -161,7 +163,7 @@ def test_4_ranks_of_torchtitan_to_2_to_8_to_1(run_world, tmp_path: Path, async_m
     assert served == WORDS
 
 
-def refuse(rank: int, world_size: int, path: Path) -> str:
+def refuse(rank: int, world_size: int, path: Path, num_saved: int = 4) -> str:
     loader = loader_of(HuggingFaceTextDataLoader.Config(dataset="documents"), rank, world_size)
     manager = manager_of(ElasticCheckpointManager.Config(**OPTIONS), path, loader)
     with pytest.raises(StateRefusedError) as refusal:
@@ -173,7 +175,7 @@ def refuse(rank: int, world_size: int, path: Path) -> str:
     assert manager.load()
     assert manager.states["train_state"].step == manager.states["optimizer"].lr == 3
     # The loader was not loaded, and the run has seen as many tokens.
-    assert manager.states["train_state"].ntokens_seen == 4 * 3 * SEQ_LEN // world_size
+    assert manager.states["train_state"].ntokens_seen == num_saved * 3 * SEQ_LEN // world_size
     return str(refusal.value)
 
 

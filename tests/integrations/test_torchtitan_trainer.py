@@ -1,10 +1,7 @@
 """torchtitan 0.3.0's own trainer, on CPU: saved by two ranks, resumed by one."""
 
-import os
 import re
-import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -14,10 +11,13 @@ pytest.importorskip("datasets")
 pytest.importorskip("triton")
 pytest.importorskip("tokenizers")
 
+from eventually import eventually
+from lost_worlds import ask_to_end
 from titan_training import OVERRIDES, STEP, command_of, environment_of, make_assets, train
 
+pytestmark = [pytest.mark.nightly("servers"), pytest.mark.timeout(900)]
 
-@pytest.mark.timeout(900)
+
 @pytest.mark.parametrize(("async_mode", "num_workers"), [("disabled", 0), ("async_with_pinned_mem", 2)])
 def test_two_ranks_to_one(tmp_path: Path, async_mode: str, num_workers: int) -> None:
     make_assets(tmp_path)
@@ -38,7 +38,6 @@ def test_two_ranks_to_one(tmp_path: Path, async_mode: str, num_workers: int) -> 
     assert f"step 2, {2 * 4 * 32} tokens of the run" in log
 
 
-@pytest.mark.timeout(900)
 def test_a_last_save_for_the_hub_begins_another_run(tmp_path: Path) -> None:
     """Llama 3 by torchtitan's adapter, which turns the rows of two matrices, from two ranks to one."""
     make_assets(tmp_path)
@@ -59,7 +58,6 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("loader", ["torchtitan's", "elastic_data"])
 def test_a_trainer_that_gets_a_signal_saves_and_exits(tmp_path: Path, loader: str) -> None:
     """So do the workers of its data loader, which live on."""
@@ -71,16 +69,14 @@ def test_a_trainer_that_gets_a_signal_saves_and_exits(tmp_path: Path, loader: st
     command = command_of(2, "--training.steps=1000", "--lr_scheduler.total_steps=1000", "--checkpoint.async_mode=async")
     with (tmp_path / "log").open("w+") as log:
         job = subprocess.Popen([*command, *common], cwd=tmp_path, env=environment_of(tmp_path), stdout=log, stderr=log)
-        told = ""
-        while job.poll() is None and not STEP.search(told):
-            time.sleep(0.1)
-            told = re.sub(r"\x1b\[[\d;]*m", "", (tmp_path / "log").read_text())
+        colors = re.compile(r"\x1b\[[\d;]*m")
+        eventually(lambda: job.poll() is not None or STEP.search(colors.sub("", (tmp_path / "log").read_text())))
         trainers = children_of(job.pid)  # not torchrun, which hides the exit codes of its workers
         readers = [reader for trainer in trainers for reader in children_of(trainer)]
         assert len(readers) >= 2
         for pid in (*readers, trainers[-1]):
-            os.kill(pid, signal.SIGTERM)
-        job.wait(300)
+            ask_to_end(pid)
+        job.wait()
         told = (tmp_path / "log").read_text()
     (saved,) = [step.name for step in tmp_path.rglob("step-*") if step.is_dir()]
     stop = re.search(r"SIGTERM at rank \d: at step (\d+) all ranks save this step and stop", told)

@@ -12,6 +12,8 @@ from obstore.exceptions import AlreadyExistsError, GenericError, PreconditionErr
 from obstore.store import S3Store
 from request_faults import Fault
 
+pytestmark = pytest.mark.nightly("servers")
+
 DATA = os.urandom(300_000)
 HALF = len(DATA) // 2
 
@@ -95,7 +97,7 @@ def test_a_refusal_is_an_error_or_repeated(through: Callable[..., S3Store], prox
 def test_a_late_request_replaces_what_came_after_it(
     through: Callable[..., S3Store], direct: S3Store, proxy: FaultProxy
 ) -> None:
-    proxy.add(Fault("late", seconds=4.0), matches={1})  # the next two requests come before it, on a busy machine too
+    proxy.add(Fault("late"), matches={1})
     with pytest.raises(GenericError):
         obstore.put(through(), "x", b"old")
     obstore.put(through(), "x", b"new")

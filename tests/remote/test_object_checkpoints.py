@@ -42,6 +42,8 @@ from torchtitan_ext.storage.location import Location
 from torchtitan_ext.storage.objects.folder import ObjectFolder
 from torchtitan_ext.storage.objects.leftovers import LeftSave, left_saves, remove_left_save, store_time
 
+pytestmark = pytest.mark.nightly("servers")
+
 NUM_STATES = 5 * SOAK
 NUM_TENSORS = 20
 
@@ -104,7 +106,6 @@ def load_random(rank: int, world_size: int, url: str, seed: int, **options: Any)
     ]
 
 
-@pytest.mark.sampled(0.4)
 @pytest.mark.parametrize("seed", range(NUM_STATES))
 def test_random_layouts_there_and_back(run_world: Any, environment: dict[str, str], url: str, seed: int) -> None:
     source, target = [(4, 6), (6, 4), (8, 4), (4, 8)][seed % 4]

