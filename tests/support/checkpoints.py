@@ -124,7 +124,7 @@ def tables_of(metadata: Metadata) -> bytes:
 
 
 def _text(text: str) -> bytes:
-    content = os.fsencode(text)
+    content = text.encode("utf-8", "surrogatepass")
     return struct.pack("<I", len(content)) + content
 
 
