@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -35,7 +34,7 @@ def test_others_print_when_rank_0_had_time_to(
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     printed_by_then: list[str] = []
-    monkeypatch.setattr(time, "sleep", lambda seconds: printed_by_then.append(capsys.readouterr().err))
+    monkeypatch.setattr("time.sleep", lambda seconds: printed_by_then.append(capsys.readouterr().err))
     try:
         raise refusal("load", [Problem("missing_key", "b", "is missing")])
     except Exception as error:
