@@ -140,6 +140,23 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     return report
 
 
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_report_to_serializable() -> Generator[None, Any, Any]:
+    """A worker sends a report as UTF-8, and dies of a failed test whose error names a path that is no text."""
+    return encodable((yield))
+
+
+def encodable(value: Any) -> Any:
+    """The same value with texts that UTF-8 can encode."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {encodable(key): encodable(member) for key, member in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(encodable, value))
+    return value
+
+
 def without_missing_clients(report: Report) -> Report:
     """A skip for want of a library is a failure where all are promised (TTE_REQUIRE_CLIENTS=1)."""
     if report.skipped and os.environ.get("TTE_REQUIRE_CLIENTS") and "could not import" in str(report.longrepr):

@@ -157,6 +157,7 @@ def test_expanded_source_conjugate_and_empty() -> None:
 
 
 # Beyond kGrainBytes several threads share the work, beyond kStreamingBytes stores go past the cache.
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("columns", [slice(0, 4096), slice(64, 128), slice(3, 4), slice(1, 4000)], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_large_copies(columns: slice, transposed: bool) -> None:
@@ -517,6 +518,7 @@ torch.ops.load_library = broken
 """
 
 
+@pytest.mark.sampled(0.33)
 @pytest.mark.parametrize(
     "missing", [NO_SUCH_LIBRARY, PRE_RELEASE, BROKEN_LIBRARY], ids=["no file", "a pre-release", "does not load"]
 )
@@ -573,9 +575,7 @@ except ImportError as error:
 else:
     raise AssertionError("exchange without c10d")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", missing + program], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", missing + program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -51,6 +51,7 @@ def test_the_script_is_a_part_of_the_example() -> None:
     assert script in (ROOT / "examples" / "first_hour.py").read_text()
 
 
+@pytest.mark.nightly("pages")
 def test_the_commands_print_what_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     os.symlink(ROOT / "examples", tmp_path / "examples")

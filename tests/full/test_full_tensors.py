@@ -82,6 +82,7 @@ def memory_bytes(name: str) -> int:
     return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
 
 
+@pytest.mark.nightly("memory")
 def test_one_full_tensor_is_held(run_world) -> None:
     answers = run_world(2, peak_bytes, 192 << 20)
     for rank, (distributing, gathering, is_right) in enumerate(answers):

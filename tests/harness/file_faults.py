@@ -7,6 +7,7 @@ Run as a program this file is that process: it reads a case per line and answers
 import ctypes
 import dataclasses
 import json
+import math
 import os
 import shutil
 import signal
@@ -116,6 +117,7 @@ class FaultServer:
         compiler = os.environ.get("CC", "cc")
         subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl", "-lpthread"], check=True)
         environment = os.environ | {"LD_PRELOAD": str(library), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join(sys.path)  # a program imports what tests do
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", program, str(library)],
             stdin=subprocess.PIPE,
@@ -168,7 +170,7 @@ def run_case(question: dict[str, Any], faults: Any, scratch: str) -> dict[str, A
     case = Case(**question)
     work = partial(save_as_rank, case=case, faults=faults, scratch=scratch)
     ranks, num_calls = ["killed"] * case.world_size, [0] * case.world_size
-    for rank in fork_ranks(case.world_size, work, limit_seconds=case.after_seconds or 60.0):
+    for rank in fork_ranks(case.world_size, work, limit_seconds=case.after_seconds or math.inf):
         ranks[rank], num_calls[rank] = json.loads(Path(scratch, f"{rank}").read_text())
     return dataclasses.asdict(Outcome(ranks, num_calls))
 
@@ -214,7 +216,7 @@ def save_as_rank(rank: int, case: Case, faults: Any, scratch: str) -> None:
         if case.world_size > 1:
             store = dist.FileStore(f"{scratch}/store", case.world_size)
             dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=case.world_size, timeout=timedelta(seconds=30)
+                "gloo", store=store, rank=rank, world_size=case.world_size, timeout=timedelta(seconds=300)
             )
         state = state_of(case.value, case.world_size, case.num_rows)
         if case.world_size > 1:

@@ -1,14 +1,15 @@
 """The memory that operations take."""
 
-import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import random_bits, save_as
+from process_memory import anonymous_bytes, highest_bytes
+
+pytestmark = pytest.mark.nightly("memory")
 
 # Warmed up, so that what the allocators and libraries keep is not taken for the checkpoint's.
 PROGRAM = """
@@ -35,28 +36,6 @@ run(large, target)
 """
 
 
-def anonymous_bytes(pid: int) -> int:
-    """Of a process and those that it started, memory that they share counted once. 0 where one ends meanwhile: its part
-    of what they share becomes the others', and would be counted twice.
-    """
-    total = 0
-    try:
-        members = living(pid)
-        for member in members:
-            rollup = Path(f"/proc/{member}/smaps_rollup").read_text()
-            found = re.search(r"Pss_Anon:\s+(\d+) kB", rollup)
-            total += 1024 * int(found[1]) if found else 0
-        return total if living(pid) == members else 0
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-
-
-def living(pid: int) -> list[int]:
-    """The process and those of its children that still have memory."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *(int(child) for child in children if not Path(f"/proc/{child}/statm").read_text().startswith("0 "))]
-
-
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A small and a large checkpoint; beside each another in which one tensor differs, and one in most elements."""
@@ -70,7 +49,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "small", folder / "large"
 
 
-@pytest.mark.sampled(0.15, "memory")
 @pytest.mark.parametrize(
     ("name", "num_processes"),
     [
@@ -89,7 +67,6 @@ def test_memory_stays_below_the_bound_on_a_state_four_times_as_large(
     assert 1 << 20 < peak < max_bytes
 
 
-@pytest.mark.sampled(0.15, "memory")
 @pytest.mark.parametrize("name", ["reshard", "safetensors", "diff"])
 def test_memory_stays_below_the_bound_whatever_the_strides_of_a_file_of_torch(tmp_path: Path, name: str) -> None:
     max_bytes = 48 << 20
@@ -111,12 +88,10 @@ def peak_bytes(small: Path, large: Path, target: Path, name: str, num_processes:
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None
     assert process.stdout.readline() == "ready\n"
-    before = peak = anonymous_bytes(process.pid)
+    before = anonymous_bytes(process.pid)
     process.stdin.write("go\n")
     process.stdin.close()
-    while process.poll() is None:
-        peak = max(peak, anonymous_bytes(process.pid))
-        time.sleep(0.003)
+    peak = max(before, highest_bytes(process))
     process.stdout.close()
     assert process.returncode == 0
     print(f"{name}, {num_processes}: {(peak - before) / 2**20:.1f} of {max_bytes / 2**20:.0f} MiB")

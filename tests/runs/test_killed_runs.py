@@ -19,10 +19,13 @@ from file_faults import fast_folder
 from killed_jobs import Begin, Fault, Flip, Job, JobServer, Look, Refusal
 from missing_tools import skip_or_fail
 from mounts import why_forbidden
-from tier import RUNS_ALL, SEED, num_cases
+from tier import SEED, SOAK, TIER
 
-NUM_RUNS = num_cases(20, share=1.0)
-WORLD_SIZES = [*[1] * 9, *[2] * 8, *[4] * 2, 8] if RUNS_ALL else [1, 1, 1, 2]
+NUM_RUNS = 20 * SOAK
+WORLD_SIZES = [1, 1, 1, 2] if TIER == "commit" else [*[1] * 9, *[2] * 8, *[4] * 2, 8]
+KINDS = ["call", "call", "call", "error", *(["moment"] if TIER == "soak" else [])]
+
+SEEDS_AT_COMMIT = ["0 0", "0 1"]
 
 
 class Step(NamedTuple):
@@ -255,7 +258,7 @@ def random_job(draw: random.Random, folder: Path, number: int, has_fallback: boo
     set_back = draw.choice(good) if good and draw.random() < 0.2 else None
     if draw.random() < 0.65:
         rank = draw.choice([0, draw.randrange(world_size)])
-        kind = draw.choice(["call", "call", "call", "moment", "error"])
+        kind = draw.choice(KINDS)
         at = 0 if kind == "moment" else draw.randint(1, 55 if rank == 0 else 8)
         code = draw.choice([errno.ENOSPC, errno.EIO, errno.EROFS]) if kind == "error" else 0
         # The first save of a run that is set back leaves steps behind.
@@ -354,6 +357,14 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
+def test_two_runs_that_are_killed(job_server: JobServer, folder: Path) -> None:
+    counts: Counter[str] = Counter()
+    for seed in SEEDS_AT_COMMIT:
+        run_one(job_server, folder, seed, counts)
+    assert counts["killed"] and counts["open saves"], counts
+
+
+@pytest.mark.nightly("kills")
 @pytest.mark.parametrize("first", range(0, NUM_RUNS, 20))
 def test_random_runs_that_are_killed(job_server: JobServer, folder: Path, first: int) -> None:
     counts: Counter[str] = Counter()

@@ -7,19 +7,19 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from eventually import eventually
 from preempted_job import EVERY, STOPPED, loss_of, train
 from tier import SEED, num_cases
 
 from torchtitan_ext.storage.inspect.verify import find_damage
 
 JOB = Path(__file__).parents[1] / "harness" / "preempted_job.py"
-NUM_JOBS = num_cases(4, share=0.5)
+NUM_JOBS = num_cases(4)
 NUM_STEPS = 60
 
 
@@ -48,7 +48,6 @@ def run_torchrun(folder: Path, number: int, num_ranks: int) -> int:
         env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(number // 2 % 2)},
         capture_output=True,
         text=True,
-        timeout=400,
         check=False,
     )
     assert done.returncode == 0 or f"exitcode: {STOPPED}" in done.stderr, done.stderr[-4000:]
@@ -64,6 +63,7 @@ def go_on(rank: int, world_size: int, folder: str) -> bool:
     return train(Path(folder), json.loads((Path(folder) / "plan.json").read_text()), 1)
 
 
+@pytest.mark.nightly("servers")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", range(NUM_JOBS))
 def test_a_job_leaves_at_one_step_and_resumes_there(
@@ -92,6 +92,7 @@ def test_a_job_leaves_at_one_step_and_resumes_there(
     assert steps and not any(find_damage(step) for step in steps), plan
 
 
+@pytest.mark.nightly("pages")
 def test_the_program_of_the_page_leaves_by_the_signal_of_torchrun(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "use" / "preemption.md").read_text()
     program, shown = re.findall(r"```python\n# train.py\n(.*?)```\n```\n(.*?)```", page, re.S)[0]
@@ -101,10 +102,9 @@ def test_the_program_of_the_page_leaves_by_the_signal_of_torchrun(tmp_path: Path
     first, second = [[sys.executable, "-m", "torch.distributed.run", "--standalone", *line[1:]] for line in commands]
     with (tmp_path / "log").open("w+") as log:
         job = subprocess.Popen(first, cwd=tmp_path, stdout=subprocess.PIPE, stderr=log, text=True)
-        while job.poll() is None and not (tmp_path / "job" / "step-50").is_dir():
-            time.sleep(0.05)
+        eventually(lambda: job.poll() is not None or (tmp_path / "job" / "step-50").is_dir())
         job.send_signal(signal.SIGTERM)
-        said, _ = job.communicate(timeout=200)
+        said, _ = job.communicate()
         log.seek(0)
         told = log.read()
     ends = re.findall(r"from step 0 to (\d+), saved (\d+)\n", said)
@@ -115,5 +115,5 @@ def test_the_program_of_the_page_leaves_by_the_signal_of_torchrun(tmp_path: Path
         r"SIGTERM at rank \d: at step (\d+) all ranks (wait for .*, )?save this step,? and stop[:;] ", told
     )
     assert line is not None and line[1] == ends[0][0], told[-4000:]
-    done = subprocess.run(second, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=True)
+    done = subprocess.run(second, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout == f"from step {ends[0][0]} to 150, saved 150\n" * 2

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -13,10 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from eventually import eventually
+from leaps import leaping
 from lost_worlds import end_rank, run_losing_world
+from signals import die, send
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 import torchtitan_ext as tte
 from torchtitan_ext.errors import LostRankError, TorchtitanExtError
+from torchtitan_ext.ranks.boundaries import Boundaries
 from torchtitan_ext.runs.preemption import RankTimes, what_fits
 from torchtitan_ext.storage.native import file_writer
 
@@ -62,6 +66,33 @@ def train(manager: tte.CheckpointManager, act: Callable[[int], object], num_step
     return step
 
 
+def boundaries_of(manager: tte.CheckpointManager) -> Boundaries:
+    assert manager._preemption is not None
+    return manager._preemption._boundaries
+
+
+def wait_for_report(manager: tte.CheckpointManager) -> None:
+    """Returns when the thread of this rank has heard of a request, and told which boundary the rank has passed."""
+    eventually(lambda: boundaries_of(manager)._has_reported)
+
+
+def wait_for_questions(manager: tte.CheckpointManager) -> None:
+    """Returns when the thread of this rank has once more looked for signals and requests, from beginning to end."""
+    inbox = boundaries_of(manager)._inbox
+    ended: list[str] = []
+    wait = inbox.wait
+
+    def noted(seconds: float) -> str:
+        what = wait(seconds)
+        ended.append(what)
+        return what
+
+    inbox.wait = noted  # type: ignore[method-assign]
+    for number in range(3):  # the first one may have begun before
+        inbox.wake()
+        eventually(lambda number=number: len(ended) > number)
+
+
 def test_a_run_of_one_process_stops_and_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     own: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: own.append(number))
@@ -70,13 +101,14 @@ def test_a_run_of_one_process_stops_and_goes_on(tmp_path: Path, caplog: pytest.L
     try:
 
         def act(step: int) -> None:
-            if step % 10 == 3:  # a second one, and a third, change nothing
-                os.kill(os.getpid(), signal.SIGUSR1)
-            time.sleep(0.01)
+            if step == 3:
+                for _ in range(3):  # a second one, and a third, change nothing
+                    send(signal.SIGUSR1)
+                wait_for_report(manager)
 
-        with tte.CheckpointManager(tmp_path, every=50, signals=("SIGTERM", "SIGUSR1"), grace_seconds=30) as manager:
+        with tte.CheckpointManager(tmp_path, every=50, signals=("SIGTERM", "SIGUSR1"), grace_seconds=60) as manager:
             end = train(manager, act)
-            assert manager.should_stop and 3 <= end < 50
+            assert manager.should_stop and end == 3
             assert [manager.should_save(step) for step in (end, end + 1, 50)] == [True, False, True]
         assert manager.latest == end
         assert own and set(own) == {signal.SIGUSR1}
@@ -86,7 +118,7 @@ def test_a_run_of_one_process_stops_and_goes_on(tmp_path: Path, caplog: pytest.L
         assert len(told) == 2 and told[1].startswith(
             f"{tmp_path}: SIGUSR1 at rank 0: at step {end} all ranks save this step and stop; "
         )
-        os.kill(os.getpid(), signal.SIGUSR1)
+        send(signal.SIGUSR1)
         with tte.CheckpointManager(tmp_path, every=50, signals=["SIGTERM"]) as manager:
             assert train(manager, lambda _: None, end + 5) == end + 5 and not manager.should_stop
     finally:
@@ -96,11 +128,11 @@ def test_a_run_of_one_process_stops_and_goes_on(tmp_path: Path, caplog: pytest.L
 
 def test_a_request_during_a_resume_saves_the_next_step(tmp_path: Path) -> None:
     tte.save(state_of(70), tmp_path / "step-70")
-    with tte.CheckpointManager(tmp_path, grace_seconds=30) as manager:
+    with tte.CheckpointManager(tmp_path, grace_seconds=60) as manager:
         manager.request_save()
         manager.resume(state_of(0))
-        assert train(manager, lambda _: time.sleep(0.01)) in range(71, 75)
-        assert manager.should_stop
+        wait_for_report(manager)
+        assert train(manager, lambda _: None) == 71 and manager.should_stop
     assert len(manager.steps()) == 2
 
 
@@ -111,21 +143,17 @@ def test_a_pending_save_that_fills_the_time_is_finished_alone(
     write = file_writer.FileWriter.write_data
     monkeypatch.setattr(file_writer.FileWriter, "write_data", lambda *given: (may_write.wait(60), write(*given))[1])
     may_write.set()
-    with tte.CheckpointManager(tmp_path, every=1, grace_seconds=3) as manager:
+    with tte.CheckpointManager(tmp_path, every=1, grace_seconds=60) as manager:
         manager.save(state_of(1), 1)
         manager.wait()
         assert manager._preemption is not None
-        manager._preemption._saving_seconds = 50.0  # as if it had taken that long
+        manager._preemption._saving_seconds = 1e6  # as if it had taken that long
         may_write.clear()
         assert manager.should_save(2)
         manager.save(state_of(2), 2)
         manager.request_save()
-        for step in range(3, 200):
-            time.sleep(0.01)
-            is_saved = manager.should_save(step)
-            if manager.should_stop:
-                break
-        assert manager.should_stop and not is_saved
+        wait_for_report(manager)
+        assert not manager.should_save(3) and manager.should_stop
         may_write.set()
     assert manager.steps() == [1, 2]
     assert "finish the pending save alone and stop" in caplog.text
@@ -168,14 +196,18 @@ def test_signals_that_cannot_be_taken(tmp_path: Path) -> None:
 def test_a_fork_leaves_the_signals_of_the_job(tmp_path: Path) -> None:
     """Else what ends a child, such as a worker of a data loader, would ask the job to end."""
     with tte.CheckpointManager(tmp_path, signals=["SIGTERM"]) as manager:
+        has_begun, begins = os.pipe()
         child = os.fork()
         if child == 0:
-            time.sleep(60)
-            os._exit(0)
-        time.sleep(0.2)
-        os.kill(child, signal.SIGTERM)
+            os.write(begins, b"!")
+            while True:
+                signal.pause()
+        os.read(has_begun, 1)
+        send(signal.SIGTERM, child)
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
-        time.sleep(0.2)
+        os.close(has_begun)
+        os.close(begins)
+        wait_for_questions(manager)
         assert not any(manager.should_save(step) for step in (1, 2)) and not manager.should_stop
 
 
@@ -183,15 +215,16 @@ def test_a_fork_leaves_the_signals_of_the_job(tmp_path: Path) -> None:
 
 
 def stop_together(rank: int, world_size: int, path: str) -> list[tuple[int, bool]]:
-    """Ranks of unequal speed, which do not meet in a step, so that some are many steps ahead."""
+    """Ranks do not meet in a step, and some are many steps ahead when they hear of the request."""
     ends = []
     for asker in (world_size - 1, 0):
         with tte.CheckpointManager(f"{path}/{asker}", every=1000, grace_seconds=60) as manager:
 
             def act(step: int, asker: int = asker, manager: tte.CheckpointManager = manager) -> None:
-                time.sleep(0.002 * (rank + 1))
                 if rank == asker and step == 20:
                     manager.request_save()
+                if step == 20 + 10 * rank:
+                    wait_for_report(manager)
 
             ends.append((train(manager, act, 10**6), manager.should_stop))
             dist.barrier()
@@ -210,12 +243,15 @@ def hear_in_a_collective(rank: int, world_size: int, path: str) -> int:
     with tte.CheckpointManager(path, signals=["SIGUSR1"]) as manager:
         told = torch.zeros(1)
         step = 0
+        store = _get_default_store()
         if rank == 0:
-            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+            store.set("pid of rank 0", str(os.getpid()))
             dist.recv(told, src=1)
         while not manager.should_stop:
             step += 1
-            time.sleep(0.001)
+            if rank == 1 and step == 6:
+                send(signal.SIGUSR1, int(store.get("pid of rank 0")))
+                wait_for_report(manager)
             manager.should_save(step)
         if rank == 1:
             dist.send(told, dst=0)
@@ -225,7 +261,7 @@ def hear_in_a_collective(rank: int, world_size: int, path: str) -> int:
 
 def test_a_rank_hears_a_signal_in_a_collective(run_world: Callable[..., Any], tmp_path: Path) -> None:
     first, second = run_world(2, hear_in_a_collective, str(tmp_path))
-    assert first == second > 1
+    assert first == second == 6
 
 
 def count_collectives(rank: int, world_size: int, path: str) -> list[int]:
@@ -234,7 +270,9 @@ def count_collectives(rank: int, world_size: int, path: str) -> list[int]:
     dist.barrier()
     counts = [group._get_sequence_number_for_group()]
     with tte.CheckpointManager(path, signals=["SIGTERM"]) as manager:
-        train_on(manager, 100)
+        train_on(manager, 50)
+        wait_for_questions(manager)
+        train_on(manager, 50)
     counts.append(group._get_sequence_number_for_group())
     dist.barrier()
     counts.append(group._get_sequence_number_for_group())
@@ -255,6 +293,7 @@ def leave_early(rank: int, world_size: int, path: str) -> tuple[int, bool]:
     dist.barrier()
     if rank == 0:
         manager.request_save()
+        wait_for_report(manager)
     end = train_on(manager, 30) if rank == 0 else 30
     manager.close()
     dist.barrier()
@@ -263,7 +302,6 @@ def leave_early(rank: int, world_size: int, path: str) -> tuple[int, bool]:
 
 def train_on(manager: tte.CheckpointManager, num_steps: int) -> int:
     for step in range(1, num_steps + 1):
-        time.sleep(0.02)
         manager.should_save(step)
     return num_steps
 
@@ -275,14 +313,18 @@ def test_ranks_that_have_ended_are_not_waited_for(run_world: Callable[..., Any],
 def without_the_coordinator(rank: int, world_size: int, path: str) -> str:
     """Rank 0 never listens: another rank says so in its place."""
     error = ""
+    store = _get_default_store()
     if rank > 0:
-        manager = tte.CheckpointManager(path, grace_seconds=1)
-        manager.request_save()
-        try:
-            train_on(manager, 10**6)
-        except LostRankError as raised:
-            error = str(raised)
-        manager.close()
+        with leaping() as leap:
+            manager = tte.CheckpointManager(path, grace_seconds=60)
+            manager.request_save()
+            own = PrefixStore(boundaries_of(manager)._prefix, store)
+            eventually(lambda: own.check([f"report/{other}" for other in (1, 2)]))
+            leap(1000.0)
+            with pytest.raises(LostRankError) as raised:
+                train_on(manager, 10**6)
+            error = str(raised.value)
+            manager.close()
     dist.barrier()
     return error
 
@@ -291,7 +333,7 @@ def test_a_coordinator_that_does_not_listen(run_world: Callable[..., Any], tmp_p
     _, *others = run_world(3, without_the_coordinator, str(tmp_path))
     assert others[0] == others[1]
     assert "while ranks agreed on the step to stop at; rank(s) 0 did not answer a roll call" in others[0]
-    assert "waited 1 s for them after request_save at rank" in others[0] and str(tmp_path) in others[0]
+    assert "waited 60 s for them after request_save at rank" in others[0] and str(tmp_path) in others[0]
 
 
 def lose_a_rank(rank: int, port: int, channels: Any, path: str, kind: str) -> None:
@@ -301,9 +343,9 @@ def lose_a_rank(rank: int, port: int, channels: Any, path: str, kind: str) -> No
     answers, _ = channels
     dist.barrier()
     if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+        die() if kind == "kill" else send(signal.SIGSTOP)
     if rank == 2:
-        os.kill(os.getpid(), signal.SIGTERM)
+        send(signal.SIGTERM)
     for _ in range(2):  # and the next boundary raises the same
         try:
             train_on(manager, 10**6)
@@ -313,6 +355,7 @@ def lose_a_rank(rank: int, port: int, channels: Any, path: str, kind: str) -> No
     os._exit(0)
 
 
+@pytest.mark.nightly("lost")
 @pytest.mark.parametrize("kind", ["kill", "stop"])
 def test_a_rank_that_is_lost_before_it_reports(tmp_path: Path, kind: str) -> None:
     results, _ = run_losing_world(lose_a_rank, str(tmp_path), kind, kind=kind)

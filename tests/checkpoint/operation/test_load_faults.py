@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from signals import die
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -89,7 +89,7 @@ def lose_a_rank(rank: int, world_size: int, path: Path, folder: Path, when: str)
 
     def at(phase: str) -> None:
         if phase == when and rank == FAILING_RANK:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
 
     with pytest.raises(LostRankError) as caught:
         tte.load(job(rank, at), path, policy=ElasticPolicy(), planner=WatchedPlanner(at))
@@ -104,6 +104,7 @@ PHASES = {
 }
 
 
+@pytest.mark.nightly("lost")
 @pytest.mark.parametrize("when", PHASES)
 def test_a_rank_that_is_killed_is_named_with_the_phase(
     run_world: Callable[..., Any], checkpoint: Path, tmp_path: Path, when: str

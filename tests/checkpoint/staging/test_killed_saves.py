@@ -1,17 +1,17 @@
-"""Asynchronous saves whose process is killed at any moment: the last step stays, nothing is mixed."""
+"""Asynchronous saves whose process is killed wherever they are: the last step stays, nothing is mixed."""
 
 import random
 import subprocess
-import time
 from pathlib import Path
 
+import pytest
 import torch
 import warm_processes
 from tier import SOAK
 
 import torchtitan_ext as tte
 
-NUM_KILLS = 2 * SOAK
+NUM_KILLS = 6 * SOAK
 
 TRAINER = """
 import sys, torch
@@ -39,6 +39,7 @@ def load_latest(run: Path) -> int:
     return int(step)
 
 
+@pytest.mark.nightly("kills")
 def test_a_trainer_killed_at_any_moment(tmp_path: Path) -> None:
     (tmp_path / "trainer.py").write_text(TRAINER)
     chosen = random.Random(7)
@@ -49,7 +50,6 @@ def test_a_trainer_killed_at_any_moment(tmp_path: Path) -> None:
         ) as trainer:
             assert trainer.stdout is not None
             lines = [trainer.stdout.readline() for _ in range(chosen.randint(5, 9))]
-            time.sleep(chosen.uniform(0, 0.05))
             trainer.kill()
             lines += trainer.stdout.read().splitlines(keepends=True)
         words = [line.split() for line in lines if line.endswith("\n")]

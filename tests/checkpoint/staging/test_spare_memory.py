@@ -1,7 +1,6 @@
 """The memory of a save without a stager of its own is there for the next one, and not for ever."""
 
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from eventually import eventually
 from support.states import differences
 
 import torchtitan_ext as tte
@@ -47,14 +47,6 @@ def spare_bytes() -> list[int]:
         for one in found:
             SPARE.give(one)
     return [one.numel() for one in found]
-
-
-def is_soon_empty() -> bool:
-    """A save's memory is judged right behind its end."""
-    deadline = time.monotonic() + 60
-    while spare_bytes() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return spare_bytes() == []
 
 
 def test_later_saves_make_no_memory(tmp_path: Path, made: list[Any]) -> None:
@@ -102,7 +94,7 @@ def test_a_save_does_not_wait_for_the_memory_of_another_one(
 def test_it_goes_after_a_time_without_saves(tmp_path: Path, made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SPARE, "KEPT_SECONDS", 0.2)
     save(state_of(1.0), tmp_path / "a")
-    assert is_soon_empty()
+    eventually(lambda: not spare_bytes())  # it is judged right behind the end of the save
 
 
 def test_it_is_not_kept_where_the_host_has_little_left(
@@ -110,7 +102,7 @@ def test_it_is_not_kept_where_the_host_has_little_left(
 ) -> None:
     monkeypatch.setattr(host_buffers, "_available_bytes", lambda: 8000)
     save(state_of(1.0), tmp_path / "a")
-    assert is_soon_empty()
+    eventually(lambda: not spare_bytes())  # it is judged right behind the end of the save
     monkeypatch.setattr(host_buffers, "_available_bytes", lambda: 1 << 20)
     save(state_of(1.0), tmp_path / "b")
     assert len(spare_bytes()) == 1

@@ -2,13 +2,13 @@
 
 import gc
 import threading
-import time
 from collections import OrderedDict, namedtuple
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from eventually import eventually
 from reference import same_bits
 from simulated_ranks import mesh_at
 from torch.distributed.tensor import DTensor, Shard
@@ -157,13 +157,24 @@ def test_a_save_waits_until_no_copy_lives() -> None:
     first = stager.stage({"w": torch.ones(4)})
     part = first["w"][2:]
     staged: list[Any] = []
+    waits, free = threading.Event(), stager._buffers._free
+
+    class Noted:
+        """Says when somebody begins to wait for a buffer."""
+
+        get_nowait, put = free.get_nowait, free.put
+
+        def get(self, timeout: float) -> Any:
+            waits.set()
+            return free.get(timeout=timeout)
+
+    stager._buffers._free = Noted()  # type: ignore[assignment]
     thread = threading.Thread(target=lambda: staged.append(stager.stage({"w": torch.zeros(4)})))
     thread.start()
     first.clear()
-    thread.join(0.2)
-    assert thread.is_alive() and part.tolist() == [1, 1]
+    assert waits.wait(60) and free.empty() and part.tolist() == [1, 1]
     del part
-    thread.join(30)
+    thread.join()
     assert staged[0]["w"].tolist() == [0] * 4
 
 
@@ -231,9 +242,6 @@ def test_a_save_that_has_ended_holds_nothing(tmp_path: Path) -> None:
         saved = tte.async_save({"w": torch.ones(9), "n": {"b": [torch.ones(2)]}}, tmp_path / "step", stager=stager)
         saved.result()
         del saved
-        deadline = time.monotonic() + 10  # for the end of its thread
-        while stager._buffers._free.empty() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not stager._buffers._free.empty()
+        eventually(lambda: not stager._buffers._free.empty())  # at the end of its thread
     finally:
         gc.enable()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tier import SOAK
+from tier import num_cases
 
 from torchtitan_ext.elastic import ElasticDataLoader, IndexedStreams
 from torchtitan_ext.elastic.data.indexed import IndexedPart, run_of
@@ -56,7 +56,7 @@ def test_a_source_with_another_seed_is_refused() -> None:
         other.load_state_dict(loader.state_dict())
 
 
-@settings(max_examples=200 * SOAK, deadline=None)
+@settings(max_examples=num_cases(200, 0.25), deadline=None)
 @given(st.integers(0, 30), st.integers(1, 5), st.lists(st.integers(1, 4), max_size=3), st.integers(0, 8), st.data())
 def test_parts_of_a_data_set_can_be_dealt_on_and_on(
     num_samples: int, num_splits: int, deals: list[int], stop: int, data: st.DataObject

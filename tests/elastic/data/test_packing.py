@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_loaders import MAX_RANKS, Counted, Ranks
-from tier import SOAK
+from tier import num_cases
 
 from torchtitan_ext.elastic import ElasticDataLoader, IndexedStreams, PackedTokens, Streams
 
@@ -33,7 +33,7 @@ def lists(sample: Any) -> tuple[list[int], list[int], list[int]]:
     return inputs["input"].tolist(), inputs["positions"].tolist(), labels.tolist()
 
 
-@settings(max_examples=200 * SOAK, deadline=None)
+@settings(max_examples=num_cases(200, 0.25), deadline=None)
 @given(documents_strategy, st.integers(1, 9), st.integers(0, 12), st.booleans())
 def test_sequences_are_a_line_of_tokens_and_go_on_where_they_stopped(
     documents: list[list[int]], seq_len: int, stop: int, stateful: bool
@@ -64,7 +64,7 @@ def test_the_epoch_after_a_resume_has_all_documents() -> None:
     assert [lists(sample)[0] for sample in resumed] == [[1, 2], [4, 5], [7, 8]]
 
 
-@settings(max_examples=200 * SOAK, deadline=None)
+@settings(max_examples=num_cases(200, 0.25), deadline=None)
 @given(st.data())
 def test_no_token_is_lost_across_worlds_epochs_and_splits(data: st.DataObject) -> None:
     """Every token that was read is in a sequence that was served or in the state; documents in each epoch once."""

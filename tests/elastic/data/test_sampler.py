@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_loaders import Ranks
-from tier import SOAK
+from tier import num_cases
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from torchtitan_ext.elastic import ElasticBatchSampler, ElasticDataLoader
@@ -36,7 +36,7 @@ def epoch_of(ranks: Ranks) -> int:
     return ranks.loaders[0].state_dict()["loader"][0]["epoch"]
 
 
-@settings(max_examples=600 * SOAK, deadline=None)
+@settings(max_examples=num_cases(600, 0.25), deadline=None)
 @given(st.data())
 def test_every_sample_once_across_restarts(data: st.DataObject) -> None:
     num_samples = data.draw(st.integers(8, 60), "samples")
@@ -87,7 +87,7 @@ def test_every_sample_once_across_restarts(data: st.DataObject) -> None:
     assert last == "drop" or position["dropped"] == 0
 
 
-@settings(max_examples=300 * SOAK, deadline=None)
+@settings(max_examples=num_cases(300, 0.25), deadline=None)
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(0, 5), st.integers(24, 50))
 def test_the_sets_of_global_batches_do_not_depend_on_the_ranks(
     before: int, after: int, stop: int, num_samples: int

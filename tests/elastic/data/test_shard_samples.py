@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_loaders import Counted, Ranks
-from tier import SOAK
+from tier import num_cases
 
 from torchtitan_ext.elastic import ElasticDataLoader, Streams
 from torchtitan_ext.elastic.data.shard_samples import Mark, SamplePosition, ShardSamples
@@ -61,7 +61,7 @@ def test_when_marks_are_made() -> None:
     assert totals_of("small", 3) == [1, 2, 3, 3]
 
 
-@settings(max_examples=200 * SOAK, deadline=None)
+@settings(max_examples=num_cases(200, 0.25), deadline=None)
 @given(st.data())
 def test_a_loader_that_stops_anywhere_goes_on_as_if_it_had_not(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(sorted(KINDS)), "kind")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_loaders import Counted, Ranks
-from tier import SOAK
+from tier import num_cases
 
 from torchtitan_ext.elastic import ElasticDataLoader, Streams
 from torchtitan_ext.errors import CannotReshardError
@@ -75,7 +75,7 @@ class Ledger:
         assert num_known <= dropped
 
 
-@settings(max_examples=600 * SOAK, deadline=None)
+@settings(max_examples=num_cases(600, 0.25), deadline=None)
 @given(st.data())
 def test_no_sample_is_lost_or_repeated_across_restarts(data: st.DataObject) -> None:
     num_shards = data.draw(st.integers(1, 8), "shards")
@@ -132,7 +132,7 @@ def round_robin(lengths: list[int], num_turns: int) -> list[Sample]:
     return turns
 
 
-@settings(max_examples=300 * SOAK, deadline=None)
+@settings(max_examples=num_cases(300, 0.25), deadline=None)
 @given(st.data())
 def test_global_batches_are_the_same_sets_in_every_world_that_divides_the_shards(data: st.DataObject) -> None:
     num_shards = data.draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12]), "shards")

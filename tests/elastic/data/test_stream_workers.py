@@ -1,21 +1,24 @@
 """Workers for streams: the same batches and states for any number of them, and one error where one of them is lost."""
 
 import gc
-import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import subprocess
 import sys
-import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gloo_worlds
 import numpy as np
 import pytest
 import torch
+import warm_processes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from signals import send, wait_until_gone
 from simulated_loaders import Counted, Ranks
 from tier import SOAK
 
@@ -32,20 +35,14 @@ def source_of(lengths: list[int], stateful: bool = True) -> Streams:
     return Streams(open_stream, len(lengths))
 
 
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended; waits a little, since nobody promises that it ends at once."""
-    for _ in range(200):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.05)
-    return False
+def processes_of(loader: ElasticDataLoader) -> list[Any]:
+    """Those of its workers."""
+    return [worker.process for worker in loader._batches._reader._workers._running]  # type: ignore[attr-defined]
 
 
 def workers_of(loader: ElasticDataLoader) -> list[int]:
     """Their process ids."""
-    return [worker.process.pid for worker in loader._batches._reader._workers._running]  # type: ignore[attr-defined]
+    return [process.pid for process in processes_of(loader)]
 
 
 @settings(max_examples=8 * SOAK, deadline=None)
@@ -157,9 +154,10 @@ def test_a_killed_worker_is_one_error_and_a_new_iterator_goes_on(signal_number: 
         batches = iter(loader)
         served.append(next(batches))
         state = loader.state_dict()
-        victim = workers_of(loader)[round_ % 2]
-        os.kill(victim, signal_number)
-        with pytest.raises(StreamWorkerError, match=f"of 4, in epoch 0, .*process {victim}. {how}"):
+        victim = processes_of(loader)[round_ % 2]
+        send(signal_number, victim.pid)
+        multiprocessing.connection.wait([victim.sentinel])  # before all is read
+        with pytest.raises(StreamWorkerError, match=f"of 4, in epoch 0, .*process {victim.pid}. {how}"):
             while True:
                 served.append(next(batches))
                 state = loader.state_dict()
@@ -169,15 +167,17 @@ def test_a_killed_worker_is_one_error_and_a_new_iterator_goes_on(signal_number: 
 
 
 def test_a_worker_that_hangs_is_an_error_after_the_timeout() -> None:
-    loader = ElasticDataLoader(source_of([30] * 2), batch_size=2, num_workers=1, timeout=0.2, prefetch_factor=1)
+    loader = ElasticDataLoader(source_of([30] * 2), batch_size=2, num_workers=1, timeout=60, prefetch_factor=1)
     batches = iter(loader)
     next(batches)
     (pid,) = workers_of(loader)
-    os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(StreamWorkerError, match="did not answer within 0.2 seconds"):
+    send(signal.SIGSTOP, pid)
+    pool = loader._batches._reader._workers  # type: ignore[attr-defined]
+    pool._options = replace(pool._options, timeout=0.01)
+    with pytest.raises(StreamWorkerError, match="did not answer within 0.01 seconds"):
         for _ in range(9):
             next(batches)
-    assert is_gone(pid)
+    wait_until_gone(pid)
 
 
 def test_the_samples_before_one_that_cannot_be_pickled_are_served() -> None:
@@ -200,7 +200,8 @@ def test_workers_end_with_the_iterator(end: str) -> None:
         batches.close()
     else:
         del batches
-    assert all(map(is_gone, pids)) and not workers_of(loader)
+    wait_until_gone(*pids)
+    assert not workers_of(loader)
     assert next(iter(loader)) == ([(1, 0, 0), (1, 1, 0)] if end == "end" else [(0, 0, 1), (0, 1, 1)])
 
 
@@ -212,7 +213,7 @@ def test_persistent_workers_end_with_the_loader() -> None:
     gc.disable()
     try:
         del loader
-        assert all(map(is_gone, pids))
+        wait_until_gone(*pids)
     finally:
         gc.enable()
 
@@ -251,19 +252,20 @@ def test_signals_to_all_processes_of_a_job_end_no_worker(tmp_path: Path, kind: s
     assert len(os.listdir(tmp_path)) == (2 if kind.endswith("user's") else 0)
 
 
-def test_a_signal_before_a_worker_has_begun_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.nightly("kills"))])
+def test_a_signal_before_a_worker_has_begun_does_not_end_it(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     start, started = workers._Worker.__init__, []
 
     def start_and_send(worker: Any, *arguments: Any) -> None:
         start(worker, *arguments)
         started.append(worker.process.pid)
-        send_to_all(started[-1:])  # it imports torch yet
+        send_to_all(started[-1:])  # spawned, it imports torch yet
 
     monkeypatch.setattr(workers._Worker, "__init__", start_and_send)
     options: dict[str, Any] = {"batch_size": 4, "collate_fn": list}
     source = Streams(open_range, 2)
-    served = list(ElasticDataLoader(source, num_workers=2, multiprocessing_context="spawn", **options))
-    assert len(started) == 2 and served == list(ElasticDataLoader(source, **options))
+    served = list(ElasticDataLoader(source, num_workers=1, multiprocessing_context=method, **options))
+    assert len(started) == 1 and served == list(ElasticDataLoader(source, **options))
 
 
 SCRIPT = """
@@ -271,6 +273,8 @@ import os, sys, time
 import multiprocessing
 import torch
 from torchtitan_ext.elastic import ElasticDataLoader, Streams
+
+multiprocessing.set_start_method("fork", force=True)
 
 class Data(torch.utils.data.Dataset):
     def __len__(self):
@@ -299,24 +303,32 @@ if how == "raise":
 """
 
 
-@pytest.mark.sampled(0.34)
+@pytest.mark.parametrize("is_fresh", [False, pytest.param(True, marks=pytest.mark.nightly("kills"))])
 @pytest.mark.parametrize("kind", ["streams", "map-style"])
 @pytest.mark.parametrize("how", ["return", "raise", "kill"])
-def test_no_worker_outlives_the_trainer(how: str, kind: str) -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT, how, kind], stdout=subprocess.PIPE, text=True, timeout=100)
+def test_no_worker_outlives_the_trainer(how: str, kind: str, is_fresh: bool) -> None:
+    """At night with what an interpreter does at its end, too."""
+    command = ["-c", SCRIPT, how, kind]
+    done = (
+        subprocess.run([sys.executable, *command], capture_output=True, text=True)
+        if is_fresh
+        else warm_processes.run(command, capture_output=True)
+    )
     assert done.returncode == {"return": 0, "raise": 3, "kill": -9}[how]
-    assert len(done.stdout.split()) == 2 and all(is_gone(int(pid)) for pid in done.stdout.split())
+    pids = [int(pid) for pid in done.stdout.split()]
+    wait_until_gone(*pids)
+    assert len(pids) == 2
 
 
 def test_a_worker_that_hangs_when_its_trainer_was_killed_ends_by_a_signal(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SCRIPT, "kill, hanging", "streams"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as trainer:
+    command = ["-c", f"import os; os.chdir({str(tmp_path)!r})\n{SCRIPT}", "kill, hanging", "streams"]
+    with warm_processes.Popen(command, stdout=subprocess.PIPE) as trainer:
         assert trainer.stdout is not None
         pids = trainer.stdout.readline().split()  # its end comes when the workers have ended
     assert len(pids) == 2
     for pid in pids:
-        os.kill(int(pid), signal.SIGTERM)
-    assert all(is_gone(int(pid)) for pid in pids)
+        send(signal.SIGTERM, int(pid))
+    wait_until_gone(*map(int, pids))
 
 
 @pytest.mark.parametrize(
@@ -340,7 +352,8 @@ def open_range(shard: int, num_shards: int, epoch: int) -> range:
 
 def test_another_start_method_and_pinned_memory() -> None:
     """Without an accelerator there is no pinned memory, as in torch."""
-    options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "spawn", "pin_memory": True}
+    gloo_worlds.fork_server()  # whose processes have imported torch
+    options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "forkserver", "pin_memory": True}
     batches = list(ElasticDataLoader(Streams(open_range, 2), batch_size=4, **options))
     assert [sorted(batch.tolist()) for batch in batches] == [list(range(i, i + 4)) for i in range(0, 20, 4)]
     assert all(batch.is_pinned() == torch.accelerator.is_available() for batch in batches)

@@ -1,9 +1,9 @@
 """Processes that are killed in the middle of an operation."""
 
+import itertools
 import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import random_bits, save_as
+from signals import children_by_its_end, die, wait_until_gone
 
 from torchtitan_ext.errors import WorkerLostError
 from torchtitan_ext.offline.compare.diff import diff
@@ -35,19 +36,19 @@ def work_and_die(operation: Operation, source: Path, target: Path, num_processes
     def progress(num_bytes: int) -> None:
         num_left[0] -= num_bytes
         if num_left[0] <= 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
 
     operation(opened, target, num_processes=num_processes, max_bytes=12 << 20, overwrite=True, progress=progress)
 
 
-def descendants(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children]
+AT_COMMIT = [("reshard", 0.5, 2), ("hf", 1.0, 1)]
+CASES = [
+    pytest.param(*case, marks=() if case in AT_COMMIT else pytest.mark.nightly("kills"))
+    for case in itertools.product(OPERATIONS, (0.0, 0.5, 1.0), (1, 2))
+]
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
-@pytest.mark.parametrize("at", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize(("name", "at", "num_processes"), CASES)
 def test_a_kill_leaves_what_was_there_and_no_process(tmp_path: Path, name: str, at: float, num_processes: int) -> None:
     state = {f"w{number}": random_bits((1500, 160), torch.float32, number) for number in range(12)}
     source, target = save_as("dp=3", tmp_path / "a", state), tmp_path / "b"
@@ -56,16 +57,10 @@ def test_a_kill_leaves_what_was_there_and_no_process(tmp_path: Path, name: str, 
     args = (OPERATIONS[name], source, target, num_processes, at)
     process = multiprocessing.get_context("fork").Process(target=work_and_die, args=args)
     process.start()
-    workers: set[int] = set()
-    while process.exitcode is None:
-        workers |= set(descendants(process.pid or 0)) if process.is_alive() else set()
-        time.sleep(0.002)
+    workers = children_by_its_end(process)
     assert process.exitcode == -signal.SIGKILL
     assert diff(open_source(old), open_source(target)).differences == ()
-    deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}").exists() for pid in workers):
-        assert time.monotonic() < deadline, "workers outlive who started them"
-        time.sleep(0.05)
+    wait_until_gone(*workers)
     OPERATIONS[name](open_source(source), target, num_processes=1, overwrite=True)
     assert diff(open_source(source), open_source(target)).differences == ()
     assert sorted(os.listdir(tmp_path)) == ["a", "a-plain", "b", "old"]
@@ -73,7 +68,7 @@ def test_a_kill_leaves_what_was_there_and_no_process(tmp_path: Path, name: str, 
 
 def die_at_two(number: int, progress: OnBytes) -> int:
     if number == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     return number
 
 

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import warm_processes
+from eventually import eventually
 from states import blank, differences, load, save
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -288,12 +288,12 @@ def test_where_nobody_can_say_whether_a_rename_took_effect_nothing_is_removed(
 # ---- two saves in one place ----
 
 HOLDS = """
-import sys, time
+import sys, threading
 from pathlib import Path
 from torchtitan_ext.storage.commit.commit import begin_save
 save = begin_save(Path(sys.argv[1]), "5" * 32)
 print("held", flush=True)
-time.sleep(60)
+threading.Event().wait()
 """
 
 
@@ -347,19 +347,28 @@ def written_by_another_machine(path: Path, seconds_ago: float) -> Path:
 def test_another_machine_is_dead_when_it_does_not_touch_its_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save_lock, "_WATCH_SECONDS", 1.5)
     target = tmp_path / "step-1"
     lock = written_by_another_machine(target, save_lock.STALE_SECONDS - 30)
     with pytest.raises(SaveInProgressError, match="process 4711 on node-7, since 2001-09-09 01:46:40 UTC"):
         save_step(target, 1)
     long_ago = os.stat(lock).st_mtime - save_lock.STALE_SECONDS
     os.utime(lock, (0, long_ago))
-    touched = threading.Timer(0.2, os.utime, [lock])
-    touched.start()
-    with pytest.raises(SaveInProgressError):  # its clock is behind; it lives
-        save_step(target, 1)
-    touched.join()
+    look, looks = save_lock.read_lock, 0
+
+    def look_and_touch(path: Path) -> Any:
+        nonlocal looks
+        looks += path == lock
+        if looks == 3:
+            os.utime(lock)
+        return look(path)
+
+    with monkeypatch.context() as patched:  # its clock is behind; it lives
+        patched.setattr(save_lock, "read_lock", look_and_touch)
+        with pytest.raises(SaveInProgressError):
+            save_step(target, 1)
+    assert looks == 3
     os.utime(lock, (0, long_ago))
+    monkeypatch.setattr(save_lock, "_WATCH_SECONDS", 0.2)
     save_step(target, 1)
     assert names(tmp_path) == ["step-1"]
 
@@ -378,11 +387,7 @@ def test_a_living_save_touches_its_lock(tmp_path: Path, monkeypatch: pytest.Monk
     running = commit.begin_save(tmp_path / "step-1", "1" * 32)
     lock = commit.lock_path(tmp_path / "step-1")
     os.utime(lock, (0, 0))
-    for _ in range(200):
-        if os.stat(lock).st_mtime > 0:
-            break
-        threading.Event().wait(0.05)
-    assert os.stat(lock).st_mtime > 0
+    eventually(lambda: os.stat(lock).st_mtime > 0)
     running.abandon()
     assert names(tmp_path) == []
 

@@ -96,6 +96,7 @@ def traced(target: Path, log: Path) -> list[tuple[str, list[str]]]:
     return found
 
 
+@pytest.mark.nightly("kills")
 @pytest.mark.parametrize("is_in_place", [False, True])
 def test_the_order_of_syncs_and_renames(tmp_path: Path, is_in_place: bool) -> None:
     if shutil.which("strace") is None:

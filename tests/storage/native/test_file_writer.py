@@ -177,7 +177,7 @@ def test_a_failing_planner_is_the_error_of_the_future(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_is_not_shared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit, "_SHOWN_SECONDS", 0.1)
+    monkeypatch.setattr(commit, "_SHOWN_SECONDS", 0.0)
     writer = FileWriter(tmp_path)
     writer.set_up_storage_writer(False, rank=3)
     with pytest.raises(RuntimeError, match="not in a shared directory: rank 3 does not see"):

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from calls import call
+from signals import die
 from states import blank, differences, save, save_of_run, step_of_run
 
 import torchtitan_ext as tte
@@ -152,7 +153,7 @@ def kill_in(run: Path, name: str, at: int) -> None:
     def dying(*arguments: Any, **options: Any) -> Any:
         if "step-" in str(arguments[0]) or name == "mkdir":
             if next(calls) == at:
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
         return original(*arguments, **options)
 
     setattr(module, name, dying)
@@ -167,7 +168,7 @@ def test_a_kill_while_steps_are_set_aside(run: Path, name: str, at: int, left: i
     loaded(run, 10)
     process = multiprocessing.get_context("fork").Process(target=kill_in, args=(run, name, at))
     process.start()
-    process.join(60)
+    process.join()
     assert process.exitcode == -signal.SIGKILL
     assert len(steps(run)) == 2 + left and latest_everywhere(run) == {11}
     assert loaded(run, 20) == 20  # whole, where it is

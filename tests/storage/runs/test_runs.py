@@ -153,7 +153,7 @@ def load_last_good_strictly(rank: int, world_size: int, run: Path) -> str:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*newer skipped")
         try:
-            tte.load({f"rank_{rank}": torch.zeros(300_000)}, run, step="last-good", timeout_seconds=5)
+            tte.load({f"rank_{rank}": torch.zeros(300_000)}, run, step="last-good", timeout_seconds=60)
         except CheckpointFailedError as error:
             return str(error)
     return "loaded"

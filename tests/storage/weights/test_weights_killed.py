@@ -12,7 +12,7 @@ import pytest
 import torch
 from file_faults import Case, FaultServer, Outcome, tensors_of
 from safetensors.torch import load_file
-from tier import RUNS_ALL, SEED, SOAK, sampled
+from tier import SEED, SOAK
 
 INDEX = "model.safetensors.index.json"
 
@@ -112,6 +112,25 @@ class Field:
 
 @pytest.mark.parametrize(
     ("scenario", "world_size"),
+    [(SCENARIOS[0], 1), (SCENARIOS[2], 1), (SCENARIOS[3], 1), (WITH_ONE_WRITER, 2)],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_kills_and_an_error(fault_server: FaultServer, fast_path: Path, scenario: Scenario, world_size: int) -> None:
+    """In the middle of each rank, and at the last operation; and an error instead."""
+    field = Field(fault_server, fast_path, scenario, world_size)
+    num_calls = field.save().num_calls
+    for rank in range(world_size):
+        outcome = field.save(rank=rank, at=num_calls[rank] // 2)
+        assert outcome.ranks[rank] == "killed" and field.check(outcome) == field.before
+    if world_size == 1:
+        assert field.check(field.save(at=num_calls[0])) == 2
+        outcome = field.save(at=num_calls[0] // 2, code=errno.ENOSPC)
+        assert os.strerror(errno.ENOSPC) in outcome.ranks[0] and field.check(outcome) == field.before
+
+
+@pytest.mark.nightly("kills")
+@pytest.mark.parametrize(
+    ("scenario", "world_size"),
     [*((scenario, size) for scenario in SCENARIOS for size in (1, 2)), (WITH_ONE_WRITER, 2)],
     ids=lambda value: getattr(value, "name", str(value)),
 )
@@ -125,9 +144,9 @@ def test_kill_at_every_operation(
     for rank in range(world_size):
         every = range(1, whole.num_calls[rank] + 1)
         assert len(every) >= (10 if rank == 0 else 2)
-        points = [*sampled(every[:-1], 0.25, scenario.name), every[-1]]
+        points = list(every)
         if SOAK == 1 and world_size > 1:
-            points = sorted(random.Random(SEED + rank).sample(every, 2 if RUNS_ALL else 1))
+            points = sorted(random.Random(SEED + rank).sample(every, 2))
         for at in points:
             outcome = field.save(rank=rank, at=at)
             assert outcome.ranks[rank] == "killed"
@@ -136,11 +155,12 @@ def test_kill_at_every_operation(
     assert found.count(field.before) > 0 and (found.count(2) > 0 or world_size > 1)
 
 
+@pytest.mark.nightly("kills")
 @pytest.mark.parametrize("scenario", SCENARIOS[::2], ids=lambda scenario: scenario.name)
 def test_an_error_at_every_operation(fault_server: FaultServer, fast_path: Path, scenario: Scenario) -> None:
     field = Field(fault_server, fast_path, scenario, 1)
     num_calls = field.save().num_calls[0]
-    for at in sampled(range(1, num_calls + 1), 0.25, scenario.name):
+    for at in range(1, num_calls + 1):
         outcome = field.save(at=at, code=errno.ENOSPC)
         if not outcome.has_saved:
             assert os.strerror(errno.ENOSPC) in outcome.ranks[0], outcome
