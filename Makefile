@@ -30,7 +30,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 CPP_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh tests/csrc/*.cpp tests/csrc/*.h tests/support/*.cpp benchmarks/*.cpp)
 PY_PATHS := torchtitan_ext tests examples benchmarks
 
-.PHONY: sanitize sanitize-asan sanitize-tsan help demo build test test-full test-torch install-torch torch-alone test-of-torch test-cpp test-python clients test-clients soak wheel lint format clean
+.PHONY: mutants sanitize sanitize-asan sanitize-tsan help demo build test test-full test-torch install-torch torch-alone test-of-torch test-cpp test-python clients test-clients soak wheel lint format clean
 
 help:  ## Say what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -84,6 +84,12 @@ soak: build $(STAMPS)/test  ## The property tests and fuzzers with TTE_SOAK=10 t
 	$(PYTEST) -m "not needs_cuda" --timeout 7200 --junitxml build/soak.xml $(SOAK_TESTS) || status=$$?; \
 	  $(PY) benchmarks/soak_results.py build/soak.xml; exit $${status:-0}
 SOAK_TESTS = $(shell grep -rlE --include='test_*.py' 'SOAK|num_cases' tests)
+
+# In a copy under build/mutants, never here. It goes on where it ended: ARGS="--from 0 --to 10 --again" says otherwise.
+PART ?= hand-python
+MINUTES ?= 20
+mutants: build $(STAMPS)/test $(STAMPS)/gtest  ## Which wrong changes no test finds: PART=hand-python, hand-cpp, generated-python or generated-cpp
+	PYTHONPATH=tests $(PY) -m mutants run --part $(PART) --minutes $(MINUTES) $(ARGS)
 
 # Python cannot run sanitized code from the editable install: each sanitizer has a small environment of its own beside its build,
 # which sees the packages of .venv and holds the package with sanitized libraries.
