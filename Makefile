@@ -85,7 +85,7 @@ soak: build $(STAMPS)/test  ## The property tests and fuzzers with TTE_SOAK=10 t
 	  $(PY) benchmarks/soak_results.py build/soak.xml; exit $${status:-0}
 SOAK_TESTS = $(shell grep -rlE --include='test_*.py' 'SOAK|num_cases' tests)
 
-# In a copy under build/mutants, never here. It goes on where it ended: ARGS="--from 0 --to 10 --again" says otherwise.
+# In a copy under build/mutants, never here. It goes on where it ended; ARGS="--from 0 --to 10 --again survivors" says otherwise.
 PART ?= hand-python
 MINUTES ?= 20
 mutants: build $(STAMPS)/test $(STAMPS)/gtest  ## Which wrong changes no test finds: PART=hand-python, hand-cpp, generated-python or generated-cpp

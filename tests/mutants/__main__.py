@@ -1,6 +1,6 @@
 """Makes wrong changes, one after the other, and says which of them no test finds.
 
-    PYTHONPATH=tests python -m mutants run --part hand-python [--from 0 --to 10] [--minutes 20] [--again]
+    PYTHONPATH=tests python -m mutants run --part hand-python [--from 0 --to 10] [--minutes 20] [--again survivors]
 
 A run goes on where an earlier one ended, and adds to ``benchmarks/results/mutants_<part>.json``.
 """
@@ -11,7 +11,7 @@ import argparse
 import json
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
@@ -62,33 +62,49 @@ def judged(scratch: Scratch, mutant: Mutant) -> dict[str, Any] | None:
             compile(mutant.text, mutant.file, "exec")
         except SyntaxError:
             return None
-    seconds, killed_by = 0.0, ""
+    begin, failed = time.monotonic(), list[str]()
     for judge in mutant.judges:
-        if is_cpp:
-            scratch.build([judge])
-        scratch.check(judge)
         with scratch.changed(mutant.file, mutant.text):
-            if is_cpp and not scratch.build([judge]):
+            if is_cpp and not scratch.build(judge):
                 return None
-            killed_by, more = scratch.judge(judge)
-        seconds += more
-        if killed_by:
+            failed = scratch.judge(judge)
+        if failed:
             break
-    row = {"result": "killed" if killed_by else "survived", "by": killed_by, "seconds": round(seconds, 1)}
-    return {"name": mutant.name, "kind": mutant.kind, "file": mutant.file, "line": mutant.line, **row}
+    row = {"name": mutant.name, "kind": mutant.kind, "file": mutant.file, "line": mutant.line}
+    seconds = round(time.monotonic() - begin)
+    return {**row, "result": "killed" if failed else "survived", "by": "".join(failed[:1]), "seconds": seconds}
 
 
-def run(part: str, first: int, last: int, minutes: float, is_again: bool) -> None:
+def check_judges(scratch: Scratch, rows: Collection[dict[str, Any]], *, is_cpp: bool) -> None:
+    """A test that fails without a change, too, has killed nothing."""
+    unchecked = [row for row in rows if row["result"] == "killed" and not row.get("passes_without")]
+    tests = sorted({_without_case(row["by"]) for row in unchecked})
+    if is_cpp and any("/" in test for test in tests):
+        scratch.build(next(test for test in tests if "/" in test))
+    unfair = set(map(_without_case, scratch.unfair(tests)))
+    for row in unchecked:
+        row["passes_without"] = _without_case(row["by"]) not in unfair
+        if not row["passes_without"]:
+            row["result"] = "survived"
+            print(f"{row['by']} fails without a wrong change, too: it judges nothing")
+
+
+def _without_case(test: str) -> str:
+    return test.removesuffix(" hangs").partition("[")[0]
+
+
+def run(part: str, first: int, last: int, minutes: float, again: str | None) -> None:
     origin, language = part.split("-")
     places: list[Any] = by_hand(language) if origin == "hand" else [generated(language, one) for one in range(NUM_EACH)]
     path = ROOT / "benchmarks" / "results" / f"mutants_{part.replace('-', '_')}.json"
     rows: dict[int, dict[str, Any]] = {}
-    if path.exists() and not is_again:
+    if path.exists() and again != "all":
         rows = {row["number"]: row for row in json.loads(path.read_text())["mutants"]}
+    anew = {number for number, row in rows.items() if again == "survivors" and row["result"] == "survived"}
     head = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     scratch, end = Scratch(), time.monotonic() + 60 * minutes
     for number in range(first, min(last, len(places))):
-        if number in rows:
+        if number in rows and number not in anew:
             continue
         if time.monotonic() > end:
             print(f"{minutes} minutes have passed: call it again to go on")
@@ -97,6 +113,8 @@ def run(part: str, first: int, last: int, minutes: float, is_again: bool) -> Non
         rows[number] = {"number": number, **row, "commit": head.stdout.strip()}
         print(f"{row['result']}: {row['name']} {row['by'] and 'by ' + row['by']} ({row['seconds']} s)", flush=True)
         write(path, part, rows, len(places))
+    check_judges(scratch, rows.values(), is_cpp=language == "cpp")
+    write(path, part, rows, len(places))
     survivors = [row for row in rows.values() if row["result"] == "survived"]
     print(f"{part}: {len(rows)} of {len(places)} judged, {len(rows) - len(survivors)} killed; no test finds")
     for row in survivors:
@@ -127,7 +145,7 @@ def main() -> None:
     parser.add_argument("--from", dest="first", type=int, default=0, help="number of the first mutant")
     parser.add_argument("--to", dest="last", type=int, default=1000, help="one past the last")
     parser.add_argument("--minutes", type=float, default=20, help="no mutant is begun later")
-    parser.add_argument("--again", action="store_true", help="forget what earlier runs found")
+    parser.add_argument("--again", choices=["survivors", "all"], help="judge these anew that earlier runs have judged")
     given = parser.parse_args()
     run(given.part, given.first, given.last, given.minutes, given.again)
 

@@ -1,17 +1,14 @@
 """A copy of the tree under ``build/mutants`` in which wrong changes are made, built and judged.
 
-    tree/    the files that git knows or would add; its package has the libraries of the environment, or of cpp/
-    cpp/     the C++ test programs and the libraries, without link-time optimization and CUDA
-    venv/    the packages of the environment, and tree/ before all of them
-
-A test that fails without a change judges nothing: each is tried so once, and its time says when it hangs.
+tree/    the files that git knows or would add; its package has the libraries of the environment, or of cpp/
+cpp/     the C++ test programs and the libraries, without link-time optimization and CUDA
+venv/    the packages of the environment, and tree/ before all of them
 """
 
 from __future__ import annotations
 
+import contextlib
 import filecmp
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -19,11 +16,9 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from mutants.judges import ROOT
 
@@ -32,30 +27,22 @@ from torchtitan_ext import _core
 FOLDER = ROOT / "build" / "mutants"
 TREE, CPP, VENV = FOLDER / "tree", FOLDER / "cpp", FOLDER / "venv"
 _BIN = Path(sys.executable).parent
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)|^\[  FAILED  \] (\w\S*)", re.MULTILINE)
-# A test may take so many times as long as without a change, and so many seconds more.
-_MOST_TIMES, _MORE_SECONDS = 4, 60
-
-
-class Verdict(NamedTuple):
-    """How a test ended: ``failed`` is empty where it passed."""
-
-    failed: str
-    seconds: float
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$|^\[  FAILED  \] (\w[^\s,]*)", re.MULTILINE)
+# Of one test, and of all of a file: what takes longer hangs.
+_TEST_SECONDS, _FILE_SECONDS = 300, 1500
 
 
 class Scratch:
     """The scratch copy, made or brought up to date. One process at a time may have it."""
 
     def __init__(self) -> None:
-        listed = subprocess.run(
-            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True
-        )
-        names = [name for name in sorted(listed.stdout.decode().split("\0")) if name and (ROOT / name).is_file()]
+        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+        names = [name for name in listed if name and (ROOT / name).is_file()]
         for name in names:
             if not (TREE / name).exists() or not filecmp.cmp(ROOT / name, TREE / name, shallow=False):
                 (TREE / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(ROOT / name, TREE / name)
+                shutil.copyfile(ROOT / name, TREE / name)
         for path in [path for path in TREE.rglob("*.py") if str(path.relative_to(TREE)) not in names]:
             path.unlink()
         for library in Path(_core.__file__).parent.glob("*.so"):
@@ -63,17 +50,8 @@ class Scratch:
         if not VENV.exists():
             subprocess.run([sys.executable, "-m", "venv", "--without-pip", VENV], check=True)
         site = Path(sysconfig.get_path("platlib", vars={"base": str(VENV), "platbase": str(VENV)}))
-        (site / "packages.pth").write_text(
-            "\n".join([str(TREE), *(one for one in sys.path if one.endswith("-packages"))])
-        )
-        # Of the code, without the tests themselves: each stands there with a digest of its own.
-        code = "".join(
-            _digest(ROOT / name) for name in names if name.startswith(("torchtitan_ext/", "csrc/", "tests/su"))
-        )
-        self._known_file = FOLDER / f"passed_{hashlib.sha256(code.encode()).hexdigest()[:16]}.json"
-        self._seconds: dict[str, float] = {}
-        if self._known_file.exists():
-            self._seconds = json.loads(self._known_file.read_text())
+        packages = [str(TREE), *(path for path in sys.path if path.endswith("-packages"))]
+        (site / "packages.pth").write_text("\n".join(packages))
 
     @contextmanager
     def changed(self, file: str, text: str) -> Iterator[None]:
@@ -84,65 +62,47 @@ class Scratch:
         finally:
             shutil.copyfile(ROOT / file, TREE / file)
 
-    def build(self, judges: Sequence[str]) -> bool:
-        """Builds what judges need: C++ programs, or the libraries for tests of Python. False if it does not compile."""
+    def build(self, judge: str) -> bool:
+        """Builds what a judge needs: its C++ program, or the libraries for Python. False if that does not compile."""
         if not (CPP / "build.ninja").exists():
-            pybind = subprocess.run([sys.executable, "-m", "pybind11", "--cmakedir"], capture_output=True, text=True)
-            options = [
-                "-DCMAKE_BUILD_TYPE=Debug",
-                "-DCMAKE_CXX_FLAGS_DEBUG=-O1 -g0",
-                "-DTTE_CUDA=OFF",
-                "-DTTE_BUILD_TESTS=ON",
-            ]
-            options += [f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind.stdout.strip()}"]
-            subprocess.run([_BIN / "cmake", "-S", TREE, "-B", CPP, "-G", "Ninja", *options], check=True)
-        targets = {"extension" if "/" in judge else judge for judge in judges}
-        done = subprocess.run([_BIN / "cmake", "--build", CPP, "--target", *targets], capture_output=True)
-        if done.returncode == 0 and "extension" in targets:
-            install = [_BIN / "cmake", "--install", CPP, "--component", "python", "--prefix", TREE]
-            subprocess.run(install, check=True, capture_output=True)
+            command = [sys.executable, "-m", "pybind11", "--cmakedir"]
+            pybind = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+            options = ["CMAKE_BUILD_TYPE=Debug", "CMAKE_CXX_FLAGS_DEBUG=-O1 -g0", "TTE_CUDA=OFF", "TTE_BUILD_TESTS=ON"]
+            options += [f"Python_EXECUTABLE={sys.executable}", f"pybind11_DIR={pybind}"]
+            defined = [f"-D{option}" for option in options]
+            subprocess.run([_BIN / "cmake", "-S", TREE, "-B", CPP, "-G", "Ninja", *defined], check=True)
+        program = judge.partition("::")[0]
+        target = "extension" if "/" in program else program
+        done = subprocess.run([_BIN / "cmake", "--build", CPP, "--target", target], capture_output=True)
+        if done.returncode == 0 and target == "extension":
+            command = [str(_BIN / "cmake"), "--install", str(CPP), "--component", "python", "--prefix", str(TREE)]
+            subprocess.run(command, check=True, capture_output=True)
         return done.returncode == 0
 
-    def check(self, judge: str) -> None:
-        """Raises RuntimeError if a test fails without a change."""
-        if _known(judge) not in self._seconds:
-            failed, seconds = self._run(judge, 1200)
-            if failed:
-                raise RuntimeError(f"{judge} fails without a wrong change: {failed}")
-            self._seconds[_known(judge)] = seconds
-            self._known_file.write_text(json.dumps(self._seconds, indent=1))
-
-    def judge(self, judge: str) -> Verdict:
-        return self._run(judge, _MOST_TIMES * self._seconds[_known(judge)] + _MORE_SECONDS)
-
-    def _run(self, judge: str, most_seconds: float) -> Verdict:
-        """One test, in a process group of its own, which is ended with it."""
-        command: list[str | Path] = [CPP / judge, "--gtest_fail_fast", "--gtest_brief=1"]
-        if "/" in judge:
-            command = [VENV / "bin" / "python", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", judge]
-        begin = time.monotonic()
+    def judge(self, *judges: str) -> list[str]:
+        """Runs tests, or those of a file, and returns which fail: of one judge the first."""
+        program, _, case = judges[0].partition("::")
+        command = [str(CPP / program), "--gtest_fail_fast", "--gtest_brief=1", f"--gtest_filter={case or '*'}"]
+        if "/" in program:
+            command = [str(VENV / "bin/python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", *judges]
+            command += ["--timeout", str(_TEST_SECONDS), *(["-x"] if len(judges) == 1 else [])]
         process = subprocess.Popen(
             command, cwd=TREE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
         try:
-            output, _ = process.communicate(timeout=most_seconds)
+            output, _ = process.communicate(timeout=_FILE_SECONDS * len(judges))
         except subprocess.TimeoutExpired:
-            return Verdict(f"{judge}: no end within {most_seconds:.0f} seconds", most_seconds)
+            return [f"{judges[0]} hangs"]
         finally:
-            try:
+            with contextlib.suppress(ProcessLookupError):  # with all that it has started
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.wait()
-        seconds = round(time.monotonic() - begin, 1)
-        found = _FAILED.search(output)
-        name = f"{judge}: exit code {process.returncode}" if found is None else found[1] or f"{judge}: {found[2]}"
-        return Verdict("" if process.returncode == 0 else name, seconds)
+        found = [test or f"{program}::{in_program}" for test, in_program in _FAILED.findall(output)]
+        return [] if process.returncode == 0 else found or list(judges)
 
-
-def _known(judge: str) -> str:
-    return f"{judge} {_digest(ROOT / (judge.partition('::')[0] if '/' in judge else f'tests/csrc/{judge}.cpp'))[:8]}"
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    def unfair(self, judges: Collection[str]) -> set[str]:
+        """Those of these tests that fail without a change, too."""
+        programs = [judge for judge in judges if "/" not in judge]
+        failed = [test for program in programs if not self.build(program) or self.judge(program) for test in [program]]
+        tests = [judge for judge in judges if "/" in judge]
+        return {*failed, *(self.judge(*tests) if tests else [])}

@@ -65,7 +65,7 @@ WRONG_CHANGES = [
         f"{DECIDERS}/tables/tied_keys.py",
         "if first != fqn and _layout_of(entries[first]) == _layout_of(entry):",
         "if first != fqn:",
-        (f"{PLANNERS}/test_tied_targets.py",),
+        (f"{PLANNERS}/test_tied_targets.py::test_one_memory_in_two_layouts_is_no_tie",),
     ),
     WrongChange(
         "a cast that loses values counts as exact",
@@ -94,7 +94,9 @@ WRONG_CHANGES = [
         f"{DECIDERS}/planners/save_planner.py",
         "lowest = sorted(agreement.number_of[problem.fqn] for problem in compared.differing)",
         "lowest = sorted(agreement.number_of[problem.fqn] for problem in compared.presumed)",
-        (f"{PLANNERS}/test_save_planner.py",),
+        (
+            f"{PLANNERS}/test_save_planner.py::test_plain_tensors_that_differ_are_warned_of_and_the_lowest_rank_is_saved",
+        ),
     ),
     WrongChange(
         "a load does not look whether the files have all chunks",
@@ -122,7 +124,7 @@ WRONG_CHANGES = [
         f"{DECIDERS}/planners/targets.py",
         "and not targets[fqn].is_meta and not may_overlap_itself(targets[fqn]):",
         "and not targets[fqn].is_meta:",
-        (f"{PLANNERS}/test_load_planner.py",),
+        ("tests/distributed/test_drop_in.py::test_targets_that_share_memory_with_themselves",),
     ),
     # ---- storage ----
     WrongChange(
@@ -137,28 +139,28 @@ WRONG_CHANGES = [
         f"{STORAGE}/checkpoint_files.py",
         "if (index.metadata_bytes, index.metadata_digest) != (len(metadata), _core.digest(metadata)):",
         "if index.metadata_bytes != len(metadata):",
-        ("tests/storage/inspect/test_damage.py",),
+        ("tests/storage/inspect/test_damage.py::test_an_index_of_another_save_of_the_same_shapes_is_left_aside",),
     ),
     WrongChange(
         "a footer is known by its length",
         f"{STORAGE}/commit/opened.py",
         "return len(footer) == file.num_bytes - file.footer_offset and _core.digest(footer) == file.footer_digest",
         "return len(footer) == file.num_bytes - file.footer_offset",
-        ("tests/storage/inspect/test_damage.py", "tests/storage/metadata/test_index_alone.py"),
+        ("tests/storage/inspect/test_damage.py::test_an_index_of_another_save_of_the_same_shapes_is_left_aside",),
     ),
     WrongChange(
         "a file of another save is read with this one's index",
         f"{STORAGE}/native/verified_files.py",
         'save_id = b"" if self._index is None else self._index.save_id',
         'save_id = b""',
-        ("tests/storage/inspect/test_damage.py",),
+        ("tests/storage/inspect/test_damage.py::test_a_file_of_another_save_of_the_same_shapes_is_found",),
     ),
     WrongChange(
         "metadata that was changed travels as the file that it came from",
         f"{STORAGE}/metadata/lazy_metadata.py",
         "if name in _CHANGING:",
         'if name in ("clear", "popitem"):',
-        ("tests/storage/metadata/test_lazy_metadata.py", "tests/storage/metadata/test_metadata_file.py"),
+        ("tests/storage/metadata/test_lazy_metadata.py::test_any_field_that_was_changed_is_sent",),
     ),
     # ---- commit ----
     WrongChange(
@@ -180,28 +182,28 @@ WRONG_CHANGES = [
         f"{STORAGE}/commit/commit.py",
         "        self._lock.check()\n",
         "",
-        (f"{COMMIT}/test_commit.py",),
+        (f"{COMMIT}/test_commit.py::test_who_was_taken_for_dead_does_not_commit",),
     ),
     WrongChange(
         "files are removed although the rename may have taken effect",
         f"{STORAGE}/commit/commit.py",
         "self._may_be_committed = not _holds(written, content)",
         "self._may_be_committed = False",
-        (f"{COMMIT}/test_commit.py",),
+        (f"{COMMIT}/test_commit.py::test_where_nobody_can_say_whether_a_rename_took_effect_nothing_is_removed",),
     ),
     WrongChange(
         "a lock of another container counts as one of this machine",
         f"{STORAGE}/commit/save_lock.py",
         "(owner.machine, owner.host) == (_machine(), socket.gethostname())",
         "owner.host == socket.gethostname()",
-        (f"{COMMIT}/test_save_lock.py",),
+        (f"{COMMIT}/test_save_lock.py::test_containers_and_copies_of_machines_are_others",),
     ),
     WrongChange(
         "who releases a lock removes that of its successor",
         f"{STORAGE}/commit/save_lock.py",
         "        if state is not None and state.owner == self.owner:\n            self.path.unlink(missing_ok=True)",
         "        if state is not None:\n            self.path.unlink(missing_ok=True)",
-        (f"{COMMIT}/test_save_lock.py", f"{COMMIT}/test_commit.py"),
+        (f"{COMMIT}/test_save_lock.py::test_the_lock_of_who_took_over_first_stays",),
     ),
     WrongChange(
         "two versions of an object are one if they have one size",
@@ -225,28 +227,31 @@ WRONG_CHANGES = [
         "torchtitan_ext/sync/same_call.py",
         "return all(len(set(of_batch)) == 1 and len(of_batch) == of_batch[0][0] for of_batch in members.values())",
         "return all(len(set(of_batch)) == 1 for of_batch in members.values())",
-        ("tests/sync/test_same_call.py",),
+        (
+            "tests/sync/test_same_call.py::test_modules_that_differ",
+            "tests/sync/test_same_call.py",
+        ),
     ),
     WrongChange(
         "buffers that are not persistent are forgotten",
         "torchtitan_ext/sync/tensors.py",
         'if call.buffers == "all" or fqn not in transient:',
         "if fqn not in transient:",
-        ("tests/sync/test_sync.py",),
+        ("tests/sync/test_sync.py::test_pure_ddp_and_options",),
     ),
     WrongChange(
         "tensors on some meshes pass for replicas on all",
         "torchtitan_ext/sync/slices.py",
         "if len({tensor.kind for tensor in tensors}) == 1 and len(tensors) == tensors[0].num_peers",
         "if len({tensor.kind for tensor in tensors}) == 1",
-        ("tests/sync/test_sync.py",),
+        ("tests/sync/test_check.py::test_what_not_all_ranks_hold_is_presumed_of_none",),
     ),
     WrongChange(
         "tensors of one mesh are replicas on the axes of the first of them",
         "torchtitan_ext/sync/replicas.py",
         "key = (id(mesh), placements, is_joined)",
         "key = (id(mesh), is_joined)",
-        ("tests/sync/test_sync.py",),
+        ("tests/sync/test_sync.py::test_odd_replicas",),
     ),
     # ---- elastic data ----
     WrongChange(
@@ -261,7 +266,10 @@ WRONG_CHANGES = [
         f"{DATA}/virtual_shards.py",
         "shard.state = replace(shard.state, taken=before.state.taken, total=before.state.total)",
         "shard.state = replace(shard.state, taken=before.state.taken)",
-        (f"{TESTS_OF_DATA}/test_virtual_shards.py", f"{TESTS_OF_DATA}/test_stream_batches.py"),
+        (
+            f"{TESTS_OF_DATA}/test_virtual_shards.py::test_the_end_of_an_epoch_counts_what_was_served",
+            f"{TESTS_OF_DATA}/test_stream_batches.py",
+        ),
     ),
     WrongChange(
         "a state goes on from its mark and gives the samples since again",
@@ -289,7 +297,10 @@ WRONG_CHANGES = [
         "torchtitan_ext/elastic/rng.py",
         "spawn_key=(step, self.rank)",
         "spawn_key=(step,)",
-        ("tests/elastic/test_rng.py",),
+        (
+            "tests/elastic/test_rng.py::test_seeds_depend_on_seed_step_and_rank_only",
+            "tests/elastic/test_rng.py::test_other_ranks_are_seeded",
+        ),
     ),
     # ---- operators ----
     WrongChange(
@@ -297,7 +308,7 @@ WRONG_CHANGES = [
         "torchtitan_ext/ops/shards.py",
         "grad_dst = _UNPACK_SHARD((grad, ctx.dst_offsets, torch.zeros_like(grad_shard), ctx.chunks))",
         "grad_dst = _UNPACK_SHARD((grad, ctx.dst_offsets, grad_shard, ctx.chunks))",
-        ("tests/test_ops.py",),
+        ("tests/test_ops.py::test_gradients",),
     ),
     # ---- C++: deciders ----
     WrongChange(
@@ -375,7 +386,7 @@ WRONG_CHANGES = [
         "csrc/core/write_plan.cpp",
         "const int64_t end = is_last ? *dim : std::min(",
         "const int64_t end = is_last ? *dim - 1 : std::min(",
-        (f"{PLANNERS}/test_save_planner.py", f"{PLANNERS}/test_plan_oracle.py"),
+        (f"{PLANNERS}/test_plan_oracle.py::test_large_replicas_are_divided_among_their_holders",),
     ),
     WrongChange(
         "of a class of keys the last rank alone decides whether replicas are equal",
@@ -440,34 +451,40 @@ WRONG_CHANGES = [
         "csrc/dist/exchange.cpp",
         "const TensorBox& target = plan_.targets[first_target + index];",
         "const TensorBox& target = plan_.targets[first_target];",
-        ("tests/test_exchange_runs.py",),
+        (
+            "tests/test_exchange_runs.py::test_boxes_of_one_rank_without_a_group",
+            "tests/test_exchange_runs.py::test_random_boxes",
+        ),
     ),
     WrongChange(
         "ranks that expect other boxes do not hear of it",
         "csrc/dist/exchange_agreement.cpp",
         "  if (sum != 0) {",
         "  if (sum == 1) {",
-        ("tests/test_exchange_runs.py",),
+        ("tests/test_exchange_runs.py::test_disagreements_are_the_same_error_on_all",),
     ),
     WrongChange(
         "all messages of a flight are packed at its beginning",
         "csrc/dist/broadcast.cpp",
         "const int64_t base = address_of(bucket_of(flight)) + message.flight_bytes;",
         "const int64_t base = address_of(bucket_of(flight));",
-        ("tests/sync/test_broadcast.py",),
+        ("tests/sync/test_broadcast.py::test_every_bit_arrives",),
     ),
     WrongChange(
         "the zeros of a gap overwrite the tensors before it",
         "csrc/ops/flatten.cpp",
         "    end = offset + view.num_bytes();\n",
         "    end = offset;\n",
-        ("tests/test_ops.py",),
+        ("tests/test_ops.py::test_flatten_mixed_tensors",),
     ),
     WrongChange(
         "what a run has behind its last line is not copied",
         "csrc/ops/copy_runs_cpu.cpp",
         "  if (body < num_bytes) std::memcpy(dst + body, src + body, num_bytes - body);\n",
         "",
-        ("test_run_tables", "tests/test_ops.py", "tests/test_ops_fuzz.py"),
+        (
+            "tests/test_ops.py::test_runs_of_every_length",
+            "tests/test_ops.py::test_large_copies",
+        ),
     ),
 ]
