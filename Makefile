@@ -28,10 +28,10 @@ CMAKE := $(VENV)/bin/cmake
 # Two builds in one directory at once break each other.
 LOCK = flock $(BUILD)/.lock
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
-CPP_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh tests/csrc/*.cpp tests/csrc/*.h tests/support/*.cpp benchmarks/*.cpp)
+CPP_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh tests/csrc/*.cpp tests/csrc/*.h tests/harness/*.cpp benchmarks/*.cpp)
 PY_PATHS := torchtitan_ext tests examples benchmarks
 
-.PHONY: sanitize sanitize-asan sanitize-tsan help demo build test nightly nightly-torch nightly-rehearsal test-cpp test-python clients soak wheel lint format clean
+.PHONY: mutants sanitize sanitize-asan sanitize-tsan help demo build test nightly nightly-torch nightly-rehearsal test-cpp test-python clients soak wheel lint format clean
 
 help:  ## Say what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -93,6 +93,11 @@ soak: build $(STAMPS)/test  ## The property tests and fuzzers with TTE_SOAK=10 t
 	$(PYTEST) -m "not needs_cuda" --timeout 7200 --junitxml build/soak.xml $(SOAK_TESTS) || status=$$?; \
 	  $(PY) benchmarks/tier_results.py soak build/soak.xml; exit $${status:-0}
 SOAK_TESTS = $(shell grep -rlE --include='test_*.py' 'SOAK|num_cases' tests)
+
+# In a copy under build/mutants, never here. It goes on where it ended; ARGS="--from 0 --to 10 --again survivors" says otherwise.
+MINUTES ?= 20
+mutants: build $(STAMPS)/test $(STAMPS)/gtest  ## Which wrong changes no test finds: PART=hand-python, hand-cpp, generated-python or generated-cpp
+	PYTHONPATH=tests $(PY) -m mutants run --part $(or $(PART),hand-python) --minutes $(MINUTES) $(ARGS)
 
 # Python cannot run sanitized code from the editable install: each sanitizer has a small environment of its own beside its build,
 # which sees the packages of .venv and holds the package with sanitized libraries.

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import torchtitan_ext as tte
 from torchtitan_ext.errors import SyncMismatchError, WrongArgumentError
+from torchtitan_ext.sync.slices import SliceTensor, presumed_replicas
 
 
 def check_read_only(rank: int, world_size: int) -> list[str]:
@@ -34,6 +35,12 @@ def check_read_only(rank: int, world_size: int) -> list[str]:
 
 def test_what_is_only_read_may_share_memory(run_world: Callable[..., list[list[str]]]) -> None:
     assert run_world(2, check_read_only) == [["expanded"]] * 2
+
+
+def test_what_not_all_ranks_hold_is_presumed_of_none() -> None:
+    held = [[SliceTensor(("w", None), "a kind", ranks, 4)] for ranks in ((0, 2), (1, 3), (0, 2), (1, 3))]
+    assert presumed_replicas(held) == ({("w", None)}, [])
+    assert presumed_replicas(held[:3]) == (set(), ["w"])
 
 
 def check_one_element(rank: int, world_size: int) -> str:

@@ -10,8 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torchtitan_ext as tte
+from torchtitan_ext.checkpoint.tables.key_table import TensorEntry
+from torchtitan_ext.checkpoint.tables.tied_keys import tied_keys
 from torchtitan_ext.elastic import ElasticPolicy, Source
 from torchtitan_ext.errors import MissingStateError
+from torchtitan_ext.layout.layout import ShardReport
 
 TRUTH = torch.arange(30.0).view(10, 3)
 
@@ -59,6 +62,16 @@ def test_what_shares_memory_in_part_stays_missing(tmp_path: Path, other: Any) ->
     with pytest.raises(MissingStateError, match="head.weight"):
         tte.load({"embed.weight": weight, "head.weight": other(weight)}, tmp_path, no_dist=True)
     assert not weight.any()
+
+
+def test_one_memory_in_two_layouts_is_no_tie() -> None:
+    memory = torch.zeros(4)
+    whole, part = (
+        TensorEntry(ShardReport(global_shape=shape, local_sizes=(4,)), torch.float32, False) for shape in ((4,), (8,))
+    )
+    values = {"a": memory, "b": memory}
+    assert tied_keys(values, {"a": whole, "b": whole}, ["a"]) == {"b": "a"}
+    assert tied_keys(values, {"a": whole, "b": part}, ["a"]) == {}
 
 
 def test_a_tie_to_what_is_not_loaded_is_none(tmp_path: Path) -> None:

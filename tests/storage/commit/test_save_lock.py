@@ -115,6 +115,8 @@ def test_the_lock_of_who_took_over_first_stays(tmp_path: Path, monkeypatch: pyte
     state = read_lock(path)
     assert state is not None and state.owner is not None and state.owner.save_id == "2" * 32
     dead.release()
+    left = read_lock(path)
+    assert left is not None and left.owner == state.owner
 
 
 def test_other_machines_see_each_line_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,6 +158,16 @@ def test_stock_saving_over_ours_makes_the_index_stale(tmp_path: Path) -> None:
         tte.load(blank(new), storage_reader=FileReader(tmp_path, "all"), no_dist=True)
 
 
+def test_an_index_of_another_save_of_the_same_shapes_is_left_aside(tmp_path: Path) -> None:
+    states = [small_state() | {"w": random_tensor((4, 8), torch.float32, seed)} for seed in range(2)]
+    for number, state in enumerate(states):
+        save(state, FileWriter(tmp_path / f"step-{number}", sync=False), tte.SavePlanner())
+    shutil.copy(tmp_path / "step-0" / ".tte_index", tmp_path / "step-1")
+    with pytest.warns(UserWarning, match="belongs to another .metadata"):
+        loaded = load(blank(states[1]), FileReader(tmp_path / "step-1"), tte.LoadPlanner())
+    assert differences(loaded, states[1]) == []
+
+
 def test_saving_over_stock_and_over_ours(tmp_path: Path) -> None:
     states = [small_state() | {"w": random_tensor((4, 8), torch.float32, seed)} for seed in range(3)]
     writers = [dcp.FileSystemWriter(tmp_path), FileWriter(tmp_path, sync=False), FileWriter(tmp_path, sync=False)]
