@@ -143,7 +143,7 @@ def wait_behind_a_write_that_hangs(rank: int, world_size: int, path: Path) -> st
     return str(caught.value)
 
 
-@pytest.mark.nightly("lost ranks")
+@pytest.mark.nightly("lost")
 def test_a_save_behind_one_that_hangs_is_lost_with_it(run_world: Callable[..., Any], tmp_path: Path) -> None:
     first, second = run_world(2, wait_behind_a_write_that_hangs, tmp_path)
     assert first == second and "rank 1 is still at work (write, for " in first
