@@ -245,6 +245,7 @@ def refused_in_process(rank: int, world_size: int, path: Path) -> tuple[str, lis
     return str(error), [problem.fqn for cause in causes for problem in cause.problems]
 
 
+@pytest.mark.sampled(0.5, "child processes")
 def test_a_refusal_comes_back_from_the_process(run_world, tmp_path: Path) -> None:
     try:
         answers = run_world(2, refused_in_process, tmp_path)

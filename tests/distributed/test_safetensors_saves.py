@@ -135,7 +135,7 @@ def save_random(rank: int, world_size: int, seeds: list[int], folder: Path, one_
         options = {"max_file_bytes": draw.choice([1, 500, 5000, 10**9]), "one_writer_per_file": one_writer}
         writer = SafetensorsWriter(folder / str(seed), **options)
         planner = tte.SavePlanner(layouts=orders)
-        with patch.multiple(one_writer_module, ROUND_BYTES=draw.choice([64, 4096, 1 << 20]), _LEAST_BYTES=16):
+        with patch.multiple(one_writer_module, ROUND_BYTES=draw.choice([512, 4096, 1 << 20]), _LEAST_BYTES=16):
             saved = tte.save({**state, **plain_tensors(seed)}, storage_writer=writer, planner=planner)
         memories = {(tensor.data_ptr(), tensor.shape): tensor.nbytes for tensor in plain_tensors(seed).values()}
         assert saved.num_bytes == sum(tensor.nbytes for tensor in truth.values()) + sum(memories.values())

@@ -448,7 +448,12 @@ def save_asynchronously(rank: int, world_size: int, path: Path, kind: AsyncCheck
             kept._save_process.kill()
 
 
-@pytest.mark.parametrize("kind", AsyncCheckpointerType, ids=lambda kind: kind.value)
+# A process imports torch anew, which takes seconds.
+IN_A_PROCESS = pytest.param(AsyncCheckpointerType.PROCESS, marks=pytest.mark.sampled(0.5, "child processes"))
+KINDS = [AsyncCheckpointerType.THREAD, IN_A_PROCESS]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.value)
 def test_asynchronous_saves(run_world: Callable[..., Any], tmp_path: Path, kind: AsyncCheckpointerType) -> None:
     run_world(2, save_asynchronously, tmp_path, kind)
     for step in ("0", "1"):

@@ -79,7 +79,10 @@ def save_later(rank: int, world_size: int, path: Path, kind: AsyncCheckpointerTy
     return differences(load_file(path / "model.safetensors"), {name: truth[name] for name in state})
 
 
-@pytest.mark.parametrize("kind", list(AsyncCheckpointerType))
+IN_A_PROCESS = pytest.param(AsyncCheckpointerType.PROCESS, marks=pytest.mark.sampled(0.5, "child processes"))
+
+
+@pytest.mark.parametrize("kind", [AsyncCheckpointerType.THREAD, IN_A_PROCESS])
 def test_asynchronous_saves_of_weights(run_world, tmp_path: Path, kind: AsyncCheckpointerType) -> None:
     assert run_world(2, save_later, tmp_path / "hf", kind) == [[], []]
 
