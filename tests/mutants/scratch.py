@@ -27,7 +27,7 @@ from torchtitan_ext import _core
 FOLDER = ROOT / "build" / "mutants"
 TREE, CPP, VENV = FOLDER / "tree", FOLDER / "cpp", FOLDER / "venv"
 _BIN = Path(sys.executable).parent
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$|^\[  FAILED  \] (\w[^\s,]*)", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$|^\[  FAILED  \] (\w[^\s,]*)", re.MULTILINE)
 # Of one test, and of all of a file: what takes longer hangs.
 _TEST_SECONDS, _FILE_SECONDS = 300, 1500
 
@@ -86,8 +86,16 @@ class Scratch:
         if "/" in program:
             command = [str(VENV / "bin/python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", *judges]
             command += ["--timeout", str(_TEST_SECONDS), *(["-x"] if len(judges) == 1 else [])]
+        # Programs of the environment, such as an object server: what is skipped without one would judge nothing.
+        environment = {**os.environ, "PATH": f"{_BIN}:{os.environ['PATH']}", "TTE_REQUIRE_SERVER": "1"}
         process = subprocess.Popen(
-            command, cwd=TREE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            command,
+            cwd=TREE,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         )
         try:
             output, _ = process.communicate(timeout=_FILE_SECONDS * len(judges))

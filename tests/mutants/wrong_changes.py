@@ -283,7 +283,7 @@ WRONG_CHANGES = [
         f"{DATA}/stream_batches.py",
         "split[shard % num_saved][shard // num_saved]",
         "split[shard % num_saved][0]",
-        (f"{TESTS_OF_DATA}/test_stream_batches.py",),
+        (f"{TESTS_OF_DATA}/test_packing.py", f"{TESTS_OF_DATA}/test_torchtitan_data.py"),
     ),
     WrongChange(
         "the tokens left over are given to each part of a shard",

@@ -460,8 +460,10 @@ def check_odd_replicas(rank: int, world_size: int) -> list[Any]:
     replica = DTensor.from_local(torch.full((2,), rank), reverse, [Replicate()], run_check=False)
     (turned,) = tte.check_replicas({"w": replica}, reverse)
     # Shards of the same mesh and bits are no replicas.
-    local = torch.full((2,), rank)
-    whole, part = (DTensor.from_local(local, mesh, [one], run_check=False) for one in (Replicate(), Shard(0)))
+    whole, part = (
+        DTensor.from_local(torch.full((2,), rank), mesh, [placement], run_check=False)
+        for placement in (Replicate(), Shard(0))
+    )
     assert [one.fqn for one in tte.check_replicas({"a": whole, "b": part})] == ["a"]
     compiled = torch.compile(lambda tensor: (tte.sync.broadcast_tensors([tensor]), tensor + 1)[1], backend="eager")
     return [found.ranks, turned.ranks, turned.coordinates, compiled(torch.full((1,), float(rank))).item()]
