@@ -1329,11 +1329,19 @@ class RollCall:
 
     ANSWER_POLL_SECONDS: float
     TAKE_OVER_SECONDS: float
-    PATIENCE_SECONDS: float
     LINGER_SECONDS: float
     def __init__(
-        self, operation: str, path: str, rank: int, ranks: Sequence[int], timeout_seconds: float, now: float
+        self,
+        operation: str,
+        path: str,
+        rank: int,
+        ranks: Sequence[int],
+        timeout_seconds: float,
+        now: float,
+        answer_seconds: float,
     ) -> None: ...
+    @property
+    def patience_seconds(self) -> float: ...
     def begin(self, now: float, phase: str, doing: str) -> None: ...
     def at(self, key: str) -> None: ...
     def wait(self, now: float) -> None: ...

@@ -68,11 +68,13 @@ void define_roll_call(py::module_& module) {
   py::class_<RollCall> roll_call(module, "RollCall", "One rank in one operation: see csrc/core/roll_call.h.");
   roll_call
       .def(py::init([](const py::str& operation, const py::str& path, int64_t rank, std::vector<int64_t> ranks,
-                       double timeout_seconds, double now) {
-             return RollCall(to_utf8(operation), to_utf8(path), rank, std::move(ranks), timeout_seconds, now);
+                       double timeout_seconds, double now, double answer_seconds) {
+             return RollCall(to_utf8(operation), to_utf8(path), rank, std::move(ranks), timeout_seconds, now,
+                             answer_seconds);
            }),
            py::arg("operation"), py::arg("path"), py::arg("rank"), py::arg("ranks"), py::arg("timeout_seconds"),
-           py::arg("now"))
+           py::arg("now"), py::arg("answer_seconds"))
+      .def_property_readonly("patience_seconds", &RollCall::patience_seconds)
       .def(
           "begin",
           [](RollCall& self, double now, const py::str& phase, const py::str& doing) {
@@ -105,7 +107,6 @@ void define_roll_call(py::module_& module) {
       .def_property_readonly("verdict", &RollCall::verdict);
   roll_call.attr("ANSWER_POLL_SECONDS") = core::kAnswerPollSeconds;
   roll_call.attr("TAKE_OVER_SECONDS") = core::kTakeOverSeconds;
-  roll_call.attr("PATIENCE_SECONDS") = core::kPatienceSeconds;
   roll_call.attr("LINGER_SECONDS") = core::kLingerSeconds;
   module.def("poll_seconds", &core::poll_seconds, py::arg("rank"));
 }

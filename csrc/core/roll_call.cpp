@@ -138,12 +138,13 @@ double poll_seconds(int64_t rank) {
 }
 
 RollCall::RollCall(std::string operation, std::string path, int64_t rank, std::vector<int64_t> ranks,
-                   double timeout_seconds, double now)
+                   double timeout_seconds, double now, double answer_seconds)
     : operation_(std::move(operation)),
       path_(std::move(path)),
       rank_(rank),
       ranks_(std::move(ranks)),
-      timeout_seconds_(timeout_seconds) {
+      timeout_seconds_(timeout_seconds),
+      answer_seconds_(answer_seconds) {
   TTE_CHECK(std::find(ranks_.begin(), ranks_.end(), rank_) != ranks_.end(), "RollCall", "rank ", rank_,
             " is not in the group, please report");
   begin(now, "", "it began; nothing was changed");
@@ -197,7 +198,7 @@ Actions RollCall::next(double now, const Seen& seen) {
       for (const auto& [_, value] : std::get<Values>(seen)) {
         shared_->failure = decode_failure(value);
         // Others come out when their time is up, and it began later.
-        if (shared_ == exchange_ && deadline_) deadline_ = now + timeout_seconds_ + kPatienceSeconds;
+        if (shared_ == exchange_ && deadline_) deadline_ = now + timeout_seconds_ + patience_seconds();
       }
       return share_end();
     case Asked::kAllOut:
@@ -274,7 +275,7 @@ Actions RollCall::hear_call(double now, const Values& seen) {
   }
   call_ = found->second;
   is_caller_ = decode_call(call_).rank == rank_;
-  count_at_ = now + kRollCallSeconds + (is_caller_ ? 0 : kTakeOverSeconds);
+  count_at_ = now + answer_seconds_ + (is_caller_ ? 0 : kTakeOverSeconds);
   char seconds[32];
   std::snprintf(seconds, sizeof(seconds), "%.0f", now - standing_.since);
   const std::string key = standing_.key.empty() ? "" : standing_.key + ", ";

@@ -45,9 +45,6 @@ inline constexpr double kAnswerPollSeconds = 0.1;
 // So much longer than the caller all others wait before one of them writes the verdict in its place.
 inline constexpr double kTakeOverSeconds = 2.0;
 
-// A store that is silent for so long counts as lost.
-inline constexpr double kPatienceSeconds = kRollCallSeconds + 2 * kTakeOverSeconds;
-
 // How long the rank that hosts the store stays for others that have to read the verdict.
 inline constexpr double kLingerSeconds = 3.0;
 
@@ -93,9 +90,13 @@ struct Verdict {
 // says. The thread of the operation calls all else. Both hold one lock meanwhile.
 class RollCall {
  public:
-  // `ranks` are those of the group. This rank waits `timeout_seconds` for others in one phase, its own part done.
+  // `ranks` are those of the group. This rank waits `timeout_seconds` for others in one phase, its own part done, and as
+  // a caller `answer_seconds` for their answers.
   RollCall(std::string operation, std::string path, int64_t rank, std::vector<int64_t> ranks, double timeout_seconds,
-           double now);
+           double now, double answer_seconds = kRollCallSeconds);
+
+  // A store that is silent for so long counts as lost.
+  double patience_seconds() const { return answer_seconds_ + 2 * kTakeOverSeconds; }
 
   // ---- Where this rank stands ----
   // It works in a phase from now on; its deadline counts from its first wait in it. Any exchange has ended.
@@ -170,6 +171,7 @@ class RollCall {
   int64_t rank_;
   std::vector<int64_t> ranks_;
   double timeout_seconds_;
+  double answer_seconds_;
   Standing standing_;
   std::optional<double> deadline_;
   std::optional<std::pair<std::string, bool>> reason_;

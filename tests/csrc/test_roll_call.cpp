@@ -176,7 +176,7 @@ TEST(RollCall, AnErrorInAnExchangeIsAnnounced) {
   EXPECT_EQ(texts_of(failed.next(4, Values{})), "wait short");
   EXPECT_FALSE(failed.has_work() || failed.all_are_out());
   // The others come out when their time is up, which began later.
-  EXPECT_EQ(failed.seconds_left(4), kTimeout + kPatienceSeconds);
+  EXPECT_EQ(failed.seconds_left(4), kTimeout + failed.patience_seconds());
 
   other.next(5, {});
   EXPECT_EQ(texts_of(other.next(5, failure)), "read call");

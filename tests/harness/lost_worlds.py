@@ -96,7 +96,7 @@ def ask_to_end(pid: int) -> None:
 
 def join_losing_world(rank: int, size: int, port: int) -> None:
     """Makes the process group of such a world, of which rank 0 hosts the store."""
-    watch._ROLL_CALL_SECONDS = DEADLINE_SECONDS
+    watch._ANSWER_SECONDS = DEADLINE_SECONDS
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
     os.environ.update(GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)

@@ -358,7 +358,7 @@ def test_a_store_that_answers_late_is_not_lost(make_world: Callable[[int], World
 
     world.at = strike
     assert world.run(lambda watch, rank: world.meet(watch)) == {0: "met", 1: "met"}
-    assert world.fake.seconds > RollCall.PATIENCE_SECONDS
+    assert world.fake.seconds > watches._ANSWER_SECONDS
 
 
 def test_ranks_whose_store_cannot_be_asked_have_their_deadlines(

@@ -37,6 +37,10 @@ from torchtitan_ext.errors import LostRankError
 from torchtitan_ext.ranks.stores import can_be_asked, give_back_clone, take_clone, where_the_store_was
 from torchtitan_ext.threads import BackgroundThread
 
+# How long the rank that calls waits for answers: of ranks that hear of a call with their next question, and answer late
+# while other code holds Python's lock.
+_ANSWER_SECONDS = 5.0
+
 # How often a waiting rank looks up. The end of a collective wakes it at once.
 _WAIT_SLICE = timedelta(seconds=0.2)
 
@@ -73,7 +77,9 @@ class Watch:
         self._prefix = f"torchtitan_ext/watch/{group.group_name}"
         # All below is guarded by the condition.
         self._changed = threading.Condition()
-        self._roll_call = RollCall(operation, path, self._rank, self._ranks, timeout_seconds, clock.now())
+        self._roll_call = RollCall(
+            operation, path, self._rank, self._ranks, timeout_seconds, clock.now(), _ANSWER_SECONDS
+        )
         self._verdict: LostRankError | None = None
         self._store_error: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -123,7 +129,7 @@ class Watch:
         with self._changed:
             if not self._roll_call.is_fresh(now):
                 self._changed.notify_all()
-                longest = RollCall.PATIENCE_SECONDS
+                longest = self._roll_call.patience_seconds
                 # The thread and the store get their first turn late where all processors are busy, which is no fault
                 # before the deadline.
                 if not self._roll_call.has_answered:
@@ -181,7 +187,7 @@ class Watch:
             if error is not None:
                 self._changed.notify_all()
                 # Ranks that wait for this one in vain come out when their own time is up.
-                longest = self.timeout_seconds + RollCall.PATIENCE_SECONDS
+                longest = self.timeout_seconds + self._roll_call.patience_seconds
                 clock.wait_for(self._changed, lambda: self._roll_call.all_are_out or self._has_ended, longest)
             return is_echo
 
@@ -232,7 +238,7 @@ class Watch:
             raise self._error(self._rank, others, why)
         self._say_why(why, is_late=is_late)
         with self._changed:
-            clock.wait_for(self._changed, lambda: self._has_ended, RollCall.PATIENCE_SECONDS)
+            clock.wait_for(self._changed, lambda: self._has_ended, self._roll_call.patience_seconds)
             if self._verdict is not None:
                 raise self._verdict
         raise self._lost_store() from self._store_error

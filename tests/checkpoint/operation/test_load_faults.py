@@ -85,7 +85,7 @@ def checkpoint(run_world: Callable[..., Any], tmp_path_factory: pytest.TempPathF
 
 
 def lose_a_rank(rank: int, world_size: int, path: Path, folder: Path, when: str) -> None:
-    watch._ROLL_CALL_SECONDS = 2.0
+    watch._ANSWER_SECONDS = 2.0
 
     def at(phase: str) -> None:
         if phase == when and rank == FAILING_RANK:
