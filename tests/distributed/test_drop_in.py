@@ -255,6 +255,7 @@ def load_fused_qkv(rank: int, world_size: int, mesh_shape: tuple[int, int], rows
     return lines + differences(model.state_dict(), {"wqkv": whole}, QKV_STEPS)
 
 
+@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize("rows", [24, 36, 30])
 def test_interleaved_qkv_of_fsdp_itself(run_world, tmp_path: Path, rows: int) -> None:
     for source in [(2, 2), (4, 2), (2, 4)]:
