@@ -11,6 +11,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,10 @@ def check_checkpoint(mesh: DeviceMesh) -> None:
     dist.broadcast_object_list(folders)
     path = os.path.join(folders[0], "step")
     tte.save({"w": tte.full.distribute_tensor(_whole(mesh), mesh, [Shard(0)]), "step": 3}, path)
-    state = {"w": tte.full.distribute_tensor(torch.zeros_like(_whole(mesh)), mesh, [Shard(1)]), "step": 0}
+    state: dict[str, Any] = {
+        "w": tte.full.distribute_tensor(torch.zeros_like(_whole(mesh)), mesh, [Shard(1)]),
+        "step": 0,
+    }
     tte.load(state, path)
     assert torch.equal(tte.full_tensor(state["w"]), _whole(mesh)) and state["step"] == 3
 
