@@ -180,15 +180,17 @@ size_t BoxIndex::dim_to_cut(size_t first, size_t last) const {
   return best_dim;
 }
 
-void BoxIndex::find(const Box& box, std::vector<size_t>& found) const {
+size_t BoxIndex::find(const Box& box, std::vector<size_t>& found) const {
   found.clear();
-  if (nodes_.empty() || is_empty(box.sizes)) return;
+  if (nodes_.empty() || is_empty(box.sizes)) return 0;
+  size_t num_compared = 0;
   std::vector<Interval> wanted;
   append_extents(wanted, box);
   std::vector<size_t> open = {0};
   while (!open.empty()) {
     const size_t node = open.back();
     open.pop_back();
+    ++num_compared;
     if (!meets(wanted, std::span(bounds_).subspan(node * num_dims_, num_dims_))) continue;
     const auto& [first, last, right] = nodes_[node];
     if (right != 0) {
@@ -196,6 +198,7 @@ void BoxIndex::find(const Box& box, std::vector<size_t>& found) const {
       open.push_back(node + 1);
       continue;
     }
+    num_compared += last - first;
     for (size_t index = first; index < last; ++index) {
       if (meets(wanted, std::span(extents_).subspan(order_[index] * num_dims_, num_dims_))) {
         found.push_back(order_[index]);
@@ -203,6 +206,7 @@ void BoxIndex::find(const Box& box, std::vector<size_t>& found) const {
     }
   }
   std::sort(found.begin(), found.end());
+  return num_compared;
 }
 
 ChunkIndex::ChunkIndex(std::vector<Chunk> saved)

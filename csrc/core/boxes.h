@@ -61,8 +61,9 @@ class BoxIndex {
   // All boxes have `num_dims` dims. Copies what it needs. Throws std::overflow_error for a box that ends beyond int64.
   BoxIndex(std::span<const Box> boxes, size_t num_dims);
 
-  // Replaces `found` by the positions, in increasing order, of the boxes that share an element with `box`.
-  void find(const Box& box, std::vector<size_t>& found) const;
+  // Replaces `found` by the positions, in increasing order, of the boxes that share an element with `box`. Returns with how
+  // many boxes, and boxes around several, that one was compared.
+  size_t find(const Box& box, std::vector<size_t>& found) const;
 
  private:
   struct Node {

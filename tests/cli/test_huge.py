@@ -1,8 +1,7 @@
 """Every command on huge checkpoints: 100,000 tensors, and the metadata of 1,024 ranks of Llama 405B.
 
-`make test` has a quarter of the tensors. The suite reads and writes a tenth of them, and has a thirtieth of the ranks;
-`make soak` has all. What is
-quadratic shows in the time that these take, which is not asserted.
+The night reads and writes a tenth of them, and has a thirtieth of the ranks; `make soak` has all. What is quadratic
+shows in the time that these take, which is not asserted.
 """
 
 import importlib
@@ -13,7 +12,7 @@ import pytest
 import torch
 from calls import call
 from checkpoints import tables_of, with_tables
-from tier import RUNS_ALL, SOAK
+from tier import SOAK
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -28,8 +27,10 @@ from torchtitan_ext.cli.output import DIFFERS, FINE, UNREADABLE
 from torchtitan_ext.storage import FileWriter
 from torchtitan_ext.storage.formats.safetensors_files import lay_out
 
+pytestmark = pytest.mark.nightly("memory")
+
 ROOT = Path(__file__).parents[2]
-NUM_KEYS = 100_000 if RUNS_ALL else 25_000
+NUM_KEYS = 100_000
 NUM_COPIED = NUM_KEYS if SOAK > 1 else NUM_KEYS // 10
 NUM_RANKS = 1024 if SOAK > 1 else 32
 
@@ -95,7 +96,6 @@ def test_many_tensors_are_verified_planned_and_compared(saved: Path) -> None:
     assert call("gc", saved.parent, "--keep", 1).code == FINE
 
 
-@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize(
     "command",
     [
@@ -130,7 +130,6 @@ def test_llama_without_data_is_damaged(llama: Path) -> None:
     assert all("No such file" in damage["what"] for damage in done.json["damages"])
 
 
-@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize(
     "command",
     [

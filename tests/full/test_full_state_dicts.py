@@ -13,6 +13,7 @@ from models import (
     poison,
     random_whole,
 )
+from tier import of_at_most_four
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -43,7 +44,7 @@ def set_full(rank: int, world_size: int, layout: Layout, broadcast_from_rank0: b
 ROUND_TRIPS = ["fsdp8", "tp4", "fsdp4_tp2", "fsdp2_tp4", "hsdp2x2", "hsdp2x2_tp2"]
 
 
-@pytest.mark.parametrize("name", ROUND_TRIPS)
+@pytest.mark.parametrize("name", of_at_most_four(ROUND_TRIPS, lambda name: BY_NAME[name].world_size))
 def test_full_state_dicts_of_a_model(run_world, name: str) -> None:
     layout = BY_NAME[name]
     for function, *args in [(get_full,), (set_full, False), (set_full, True)]:

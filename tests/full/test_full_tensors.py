@@ -18,12 +18,15 @@ from models import (
     random_whole,
 )
 from reference import same_bits
+from tier import of_at_most_four
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torchtitan_ext as tte
 from torchtitan_ext.full import tensors as full_tensors
+
+LAYOUTS = of_at_most_four([*HANDMADE, INTERLEAVED_QKV], lambda layout: layout.world_size)
 
 
 def stated(layout: HandMade) -> tte.layout.ShardOrder | None:
@@ -40,7 +43,7 @@ def gather_handmade(rank: int, world_size: int, layout: HandMade) -> list[str]:
 
 
 @pytest.mark.sampled(0.34)
-@pytest.mark.parametrize("layout", [*HANDMADE, INTERLEAVED_QKV], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_full_tensor(run_world, layout: HandMade) -> None:
     assert run_world(layout.world_size, gather_handmade, layout) == [[]] * layout.world_size
 
@@ -56,7 +59,7 @@ def gather_in_parts(rank: int, world_size: int, layout: HandMade) -> list[str]:
 
 
 @pytest.mark.sampled(0.34)
-@pytest.mark.parametrize("layout", [*HANDMADE, INTERLEAVED_QKV], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_full_tensor_in_parts(run_world, layout: HandMade) -> None:
     assert run_world(layout.world_size, gather_in_parts, layout) == [[]] * layout.world_size
 
@@ -201,12 +204,12 @@ def distribute_handmade(rank: int, world_size: int, layout: HandMade, src_data_r
 
 
 # The two readings of [_StridedShard, Shard] differ: a new tensor is made in the nested one.
-MADE_NESTED = [layout for layout in HANDMADE if layout.name != "strided_dtensor"]
+MADE_NESTED = [layout for layout in LAYOUTS if layout.name != "strided_dtensor"]
 
 
 @pytest.mark.sampled(0.34)
 @pytest.mark.parametrize("src_data_rank", [0, None])
-@pytest.mark.parametrize("layout", [*MADE_NESTED, INTERLEAVED_QKV], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", MADE_NESTED, ids=lambda layout: layout.name)
 def test_distribute_tensor(run_world, layout: HandMade, src_data_rank: int | None) -> None:
     answers = run_world(layout.world_size, distribute_handmade, layout, src_data_rank)
     assert answers == [[]] * layout.world_size

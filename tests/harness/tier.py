@@ -19,7 +19,7 @@ import math
 import os
 import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
@@ -68,6 +68,11 @@ def sampled(cases: Iterable[T], share: float, name: str = "") -> list[T]:
         return every
     drawn = random.Random(f"{SEED} {name}").sample(range(len(every)), math.ceil(share * len(every)))
     return [every[position] for position in sorted(drawn)]
+
+
+def of_at_most_four(cases: Iterable[T], world_size: Callable[[T], int] = int) -> list[T]:
+    """At commit the cases of worlds of at most four ranks: each rank of a larger one costs as much again."""
+    return [case for case in cases if TIER != "commit" or world_size(case) <= 4]
 
 
 def keep_tier(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -18,6 +18,12 @@ from torchtitan_ext.elastic.data.order import OrderName, epoch_order
 from torchtitan_ext.errors import CannotReshardError
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's loader waits five seconds for a worker whose iterator was left before it terminates it."""
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+
+
 def loader_over(num_samples: int, **options: Any) -> Any:
     def make(dp_rank: int, dp_size: int) -> ElasticDataLoader:
         return ElasticDataLoader(

@@ -84,6 +84,7 @@ def streaming(datasets: Any, num_samples: int, num_files: int) -> Any:
     return data.to_iterable_dataset(num_shards=num_files)
 
 
+@pytest.mark.nightly("clients")
 @pytest.mark.parametrize("num_files", [1, 8])
 def test_a_streaming_data_set_of_hugging_face(datasets: Any, num_files: int) -> None:
     source = HuggingFaceStreams(streaming(datasets, 32, num_files), num_shards=4)
@@ -95,6 +96,7 @@ def test_a_streaming_data_set_of_hugging_face(datasets: Any, num_files: int) -> 
     assert sorted(sum(key, [])) == list(range(32))
 
 
+@pytest.mark.nightly("clients")
 def test_a_shuffled_streaming_data_set_is_replayed(datasets: Any) -> None:
     shuffled = streaming(datasets, 32, 4).shuffle(seed=0, buffer_size=10)
     with pytest.raises(ValueError, match='loses its shuffle buffer .*; pass resume="replay"'):
@@ -104,6 +106,7 @@ def test_a_shuffled_streaming_data_set_is_replayed(datasets: Any) -> None:
     assert sorted(sample["index"] for batch in served for sample in batch) == list(range(32))
 
 
+@pytest.mark.nightly("clients")
 def test_a_map_style_data_set_of_hugging_face(datasets: Any) -> None:
     data = datasets.Dataset.from_dict({"index": list(range(20))})
     served = serve_with_restarts(loader_over(data, global_batch_size=4), [(2, 2), (4, 1), (1, 2)])
