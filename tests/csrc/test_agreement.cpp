@@ -204,6 +204,25 @@ TEST(ReplicaDigests, TensorsOnSeveralMeshesAreComparedShardByShard) {
   EXPECT_EQ(*std::max_element(loads.begin(), loads.end()), 2 * 4);
 }
 
+TEST(ReplicaDigests, OneOfThreeMeshesDiffers) {
+  const KeyColumns norms = make_columns({strided_mesh({2}, {3})}, {sharded({7}, {{0, 1}})}, {{"a", 0}});
+  JointTable joint;
+  const size_t section = joint.add_section(encode_columns(norms));
+  for (int64_t rank = 0; rank < 6; ++rank) {
+    joint.add_rank({section}, encode_part(make_part(norms, {rank / 3}, rank % 3)));
+  }
+  joint.agree(true);
+  ReplicaDigests digests(joint);
+  for (int64_t rank = 0; rank < 6; ++rank) {
+    const std::string digest = rank == 1 ? "16 bytes, another" : "16 bytes, shard " + std::to_string(rank / 3);
+    digests.add_rank({digests.add_message(section, encode_digests({0}, 1, {digest}))});
+  }
+  const ReplicaDigests::Comparison found = digests.compare();
+  ASSERT_EQ(found.differing.size(), 1u);
+  EXPECT_EQ(found.differing[0].second.rank, 1);
+  EXPECT_TRUE(found.equal.empty());
+}
+
 TEST(ReplicaDigests, ValuesAreNeverCut) {
   constexpr uint32_t kNumKeys = 60;
   std::vector<std::pair<std::string, uint32_t>> keys;

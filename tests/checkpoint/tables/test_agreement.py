@@ -92,6 +92,23 @@ def test_uneven_shards_decide_the_reading_for_every_rank() -> None:
     assert sum(sizes[0] for held in agreed.replicas[0] for _, sizes in held.boxes) == 9
 
 
+def test_keys_that_are_alike_but_for_their_sizes_have_readings_of_their_own() -> None:
+    strided: dict[str, Any] = {"rows": 9, "mesh": (4, 2), "placements": ((0, 2), (0, 1))}
+    sizes = zip([2, 1, 2, 1, 1, 1, 0, 1], [2, 1, 2, 1, 1, 1, 1, 0], strict=True)  # nested, and as DTensor cuts them
+    states = ({"v": nested, "w": as_cut} for nested, as_cut in sizes)
+    agreement = agree(
+        tables(
+            *(
+                {key: shard(rank, local=local, **strided) for key, local in state.items()}
+                for rank, state in enumerate(states)
+            )
+        ),
+        needs_all_ranks=True,
+    )
+    assert set(tensor_of(agreement, "v").steps.values()) == {((1, 0, 1), (0, 0, 1))}
+    assert set(tensor_of(agreement, "w").steps.values()) == {((0, 0, 2), (1, 0, 1))}
+
+
 CONFLICTS: dict[str, tuple[KeyEntry, KeyEntry, str]] = {
     "shape": (plain((4,)), plain((5,)), r"rank 0 has shape \(4,\), rank 1 has shape \(5,\)"),
     "dtype": (plain(), plain(dtype=torch.int8), "rank 0 has dtype torch.float32, rank 1 has dtype torch.int8"),
