@@ -541,14 +541,14 @@ with forward_ad.dual_level():
     dual = forward_ad.make_dual(torch.zeros(4), torch.ones(4))
     for written, read in (([dual], flat), ([torch.zeros(4)], forward_ad.make_dual(flat, flat))):
         try:
-            op_library.kernels.unflatten_tensors_(written, read.view(torch.uint8) if read is flat else read)
+            op_library.kernels.unflatten_tensors_(written, read, 64)
         except RuntimeError as error:
             assert "has a forward gradient" in str(error), error
         else:
             raise AssertionError("the tangent is lost")
 for view in (torch.zeros(4, dtype=torch.complex64).conj(), torch._neg_view(torch.zeros(4))):
     try:
-        op_library.kernels.unflatten_tensors_([view], torch.zeros(32, dtype=torch.uint8))
+        op_library.kernels.unflatten_tensors_([view], torch.zeros(32, dtype=torch.uint8), 64)
     except ValueError as error:
         assert "conjugated or negated view" in str(error), error
     else:

@@ -11,12 +11,20 @@ from typing import Any
 
 import torch
 
-# Of SIGALRM pytest-timeout changes the handler while a test runs.
-SIGNALS = sorted(set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP, signal.SIGALRM})
+# The handler of SIGALRM is pytest-timeout's, that of SIGCHLD is set for ever by torch's loaders with workers.
+SIGNALS = sorted(set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP, signal.SIGALRM, signal.SIGCHLD})
 LIMITS = {name: getattr(resource, name) for name in ("RLIMIT_AS", "RLIMIT_CPU", "RLIMIT_FSIZE", "RLIMIT_NOFILE")}
 
 # Of the environment: pytest and torch write these while they work.
-IGNORED = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "TRITON_", "KINETO_", "TORCH_NCCL_", "HYPOTHESIS_")
+IGNORED = (
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_",
+    "_TORCHINDUCTOR_",
+    "TRITON_",
+    "KINETO_",
+    "TORCH_NCCL_",
+    "HYPOTHESIS_",
+)
 
 
 class LeftBehindError(AssertionError):
@@ -74,7 +82,11 @@ def _put_back(before: dict[str, tuple[Any, Callable[[Any], object]]]) -> list[st
     for name, (value, put) in before.items():
         if name in now and now[name][0] is not value and now[name][0] != value:
             put(value)
-            changed.append(f"{name} ({value!r:.80} -> {now[name][0]!r:.80})")
+            left = now[name][0]
+            if isinstance(value, dict):
+                changed += [f"the variable {key}" for key in {*value, *left} if value.get(key) != left.get(key)]
+            else:
+                changed.append(f"{name} ({value!r:.80} -> {left!r:.80})")
     return changed
 
 

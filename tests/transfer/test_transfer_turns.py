@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 
 import torchtitan_ext as tte
-from torchtitan_ext.ranks import watch
+from torchtitan_ext.ranks import turns
 
 
 class SlowWriter(FileSystemWriter):
@@ -32,7 +32,7 @@ def run_beside_a_save(rank: int, world_size: int, path: Path) -> None:
     saved = tte.async_save(source, path, storage_writer=SlowWriter(path, may_write))
     assert plan_beside.run(version=1).version == 1 and other["w"].sum() == 3
     assert not saved.done()
-    turn = watch._last[dist.group.WORLD]
+    turn = turns._last[dist.group.WORLD]
     check = turn.check
 
     def let_it_write() -> None:
