@@ -132,12 +132,7 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = without_missing_clients((yield))
-    text = str(report.longrepr)
-    if text != text.encode(errors="replace").decode():
-        # A worker that cannot send its report ends, and the run with it.
-        report.longrepr = text.encode(errors="backslashreplace").decode()
-    return report
+    return without_missing_clients((yield))
 
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)
