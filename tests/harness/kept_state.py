@@ -38,11 +38,11 @@ def kept_state(what: str) -> Iterator[None]:
     Looks at the environment, the working directory, handlers of signals, limits, torch's defaults, and the functions
     and constants of the package's modules.
     """
-    before = _state()
+    before, patched = _state(), _changed_names()  # these by fixtures that outlive a test
     try:
         yield
     finally:
-        left = _put_back(before)
+        left = _put_back(before) + _put_names_back(patched)
     if left:
         raise LeftBehindError(f"{what} left behind: {', '.join(left)}")
 
@@ -64,15 +64,7 @@ def _state() -> dict[str, tuple[Any, Callable[[Any], object]]]:
         state[f"the handler of {number.name}"] = (signal.getsignal(number), _handler_of(number))
     for name, limit in LIMITS.items():
         state[f"the limit {name}"] = (resource.getrlimit(limit), _limit_of(limit))
-    for name, module in list(sys.modules.items()):
-        if name.split(".")[0] == "torchtitan_ext":
-            for key, value in list(vars(module).items()):
-                if isinstance(value, FunctionType) or (key.isupper() and isinstance(value, _CONSTANTS)):
-                    state[f"{name}.{key}"] = (value, _attribute_of(module, key))
     return state
-
-
-_CONSTANTS = (int, float, str, bytes, tuple, frozenset, type(None))
 
 
 def _put_back(before: dict[str, tuple[Any, Callable[[Any], object]]]) -> list[str]:
@@ -80,14 +72,44 @@ def _put_back(before: dict[str, tuple[Any, Callable[[Any], object]]]) -> list[st
     now = _state()
     changed = []
     for name, (value, put) in before.items():
-        if name in now and now[name][0] is not value and now[name][0] != value:
+        left = now[name][0]
+        if left is not value and left != value:
             put(value)
-            left = now[name][0]
             if isinstance(value, dict):
                 changed += [f"the variable {key}" for key in {*value, *left} if value.get(key) != left.get(key)]
             else:
                 changed.append(f"{name} ({value!r:.80} -> {left!r:.80})")
     return changed
+
+
+_CONSTANTS = (int, float, str, bytes, tuple, frozenset, type(None))
+
+# Of each module of the package its functions and constants as they were when it was seen first.
+_kept_names: dict[str, dict[str, Any]] = {}
+
+
+def _changed_names() -> set[tuple[str, str]]:
+    """The modules and names of what is not as it was."""
+    changed = set()
+    for name in [name for name in sys.modules if name.startswith("torchtitan_ext")]:
+        now = vars(sys.modules[name])
+        kept = _kept_names.get(name)
+        if kept is None:
+            _kept_names[name] = {
+                key: value
+                for key, value in now.items()
+                if isinstance(value, FunctionType) or (key.isupper() and isinstance(value, _CONSTANTS))
+            }
+        else:
+            changed |= {(name, key) for key, value in kept.items() if now.get(key, value) is not value}
+    return changed
+
+
+def _put_names_back(before: set[tuple[str, str]]) -> list[str]:
+    changed = sorted(_changed_names() - before)
+    for name, key in changed:
+        setattr(sys.modules[name], key, _kept_names[name][key])
+    return [f"{name}.{key}" for name, key in changed]
 
 
 def _environment() -> dict[str, str]:
@@ -117,7 +139,3 @@ def _handler_of(number: signal.Signals) -> Callable[[Any], object]:
 
 def _limit_of(limit: int) -> Callable[[Any], object]:
     return lambda values: resource.setrlimit(limit, values)
-
-
-def _attribute_of(module: Any, key: str) -> Callable[[Any], object]:
-    return lambda value: setattr(module, key, value)
