@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Tests that run at night, or that do not look at what a module does.
 NOT_JUDGES = re.compile(
-    r"/(clients|remote|distributed|upstream|integrations)/|killed|lost|kills|power|remedies|_page|docs|readme|examples|"
+    r"/(clients|remote|upstream|integrations)/|killed|lost|kills|power|remedies|_page|docs|readme|examples|"
     r"on_gpu|late_device|accelerator|architecture|test_import|huge|preempted|memory|dry_run_worlds|on_accelerators"
 )
 MAX_OWN_JUDGES = 3
@@ -25,7 +25,7 @@ JUDGES_OF_FOLDER = {
     "csrc/autograd": "test_ops test_exchange_runs",
     "csrc/bindings": "checkpoint/planners/test_save_planner storage/metadata/test_metadata_file "
     "checkpoint/operation/test_load",
-    "torchtitan_ext": "checkpoint/operation/test_load",
+    "torchtitan_ext": "checkpoint/operation/test_load distributed/test_safetensors_saves test_fingerprints",
     "torchtitan_ext/checkpoint": "checkpoint/operation/test_load checkpoint/planners/test_load_planner",
     "torchtitan_ext/checkpoint/operation": "checkpoint/operation/test_load checkpoint/operation/test_shared_reads "
     "checkpoint/operation/test_prove checkpoint/operation/test_load_faults",
@@ -43,6 +43,9 @@ JUDGES_OF_FOLDER = {
     "torchtitan_ext/runs": "runs/test_checkpoint_manager runs/test_preemption",
     "torchtitan_ext/storage": "storage/inspect/test_damage storage/native/test_round_trip",
     "torchtitan_ext/storage/commit": "storage/commit/test_commit storage/commit/test_save_lock",
+    "torchtitan_ext/storage/formats": "storage/formats/test_formats storage/weights/test_safetensors_reader "
+    "offline/rewrite/test_convert",
+    "torchtitan_ext/storage/inspect": "storage/inspect/test_damage cli/test_inspect cli/test_verify",
     "torchtitan_ext/storage/runs": "storage/runs/test_runs storage/runs/test_branches",
     "torchtitan_ext/storage/weights": "storage/weights/test_safetensors_reader distributed/test_safetensors_saves",
     "torchtitan_ext/sync": "sync/test_sync sync/test_broadcast sync/test_same_call",
@@ -67,8 +70,9 @@ def judges_of(file: str) -> tuple[str, ...]:
     else:
         module = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
         tests = [test for test in _tests("**/test_*.py") if not NOT_JUDGES.search(test)]
-        named = [test for test in tests if room in Path(test).parts and _words(stem) <= _words(Path(test).stem)]
-        own = [*named, *(test for test in tests if module in _imports(test))]
+        named = [test for test in tests if _words(stem) <= _words(Path(test).stem)]
+        own = [test for test in named if {room, "distributed"} & {*Path(test).parts}]
+        own += [test for test in tests if module in _imports(test) and "/distributed/" not in test]
     own.sort(key=lambda test: not _words(stem) <= _words(Path(test).stem))
     return tuple(dict.fromkeys([*own[:MAX_OWN_JUDGES], *(f"tests/{test}.py" for test in folder.split())]))
 
