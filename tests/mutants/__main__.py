@@ -132,7 +132,7 @@ def write(path: Any, part: str, rows: dict[int, dict[str, Any]], num_mutants: in
         "mutants_in_all": num_mutants,
         "judged": len(ordered),
         "killed": num_killed,
-        "kill_rate": round(num_killed / len(ordered), 3),
+        "kill_rate": round(num_killed / max(1, len(ordered)), 3),
         "mutants": ordered,
     }
     path.write_text(json.dumps(content, indent=1) + "\n")

@@ -35,7 +35,7 @@ STORAGE = "torchtitan_ext/storage"
 COMMIT = "tests/storage/commit"
 DATA = "torchtitan_ext/elastic/data"
 TESTS_OF_DATA = "tests/elastic/data"
-POWER = f"{COMMIT}/test_power.py::test_the_order_of_syncs_and_renames"
+POWER = f"{COMMIT}/test_power.py::test_what_was_committed_is_never_lost"
 
 WRONG_CHANGES = [
     # ---- what ranks say of their keys, and the rules of a load ----
