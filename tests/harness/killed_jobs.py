@@ -271,8 +271,11 @@ def refusing(rank: int, refusals: list[Refusal], disk: Path, mesh: DeviceMesh | 
         yield
         if refusals:
             barrier(mesh)
-    if refusals and rank == 0:
-        filler.unlink(missing_ok=True)
+    if rank == 0 and any(refusal.kind == "full" for refusal in refusals):
+        try:
+            filler.unlink(missing_ok=True)
+        except OSError:  # the fault of this job, which strikes once, was meant for a save
+            filler.unlink(missing_ok=True)
     if refusals:
         barrier(mesh)
 
