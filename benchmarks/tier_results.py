@@ -95,7 +95,11 @@ def check_age() -> int:
     from tier import PARTS
 
     code = 0
-    first = git("log", "--diff-filter=A", "--format=%H", "--", str(TIERS / "tier.py")).splitlines()[-1]
+    try:
+        first = git("log", "--diff-filter=A", "--format=%H", "--", str(TIERS / "tier.py")).splitlines()[-1]
+    except (OSError, subprocess.CalledProcessError, IndexError) as error:
+        print(f"how old the results of `make nightly` are cannot be told here: {error}", file=sys.stderr)
+        return 0
     for part in PARTS:
         path = RESULTS / f"nightly_{part}.json"
         last = git("log", "-1", "--format=%H", "--", str(path))
