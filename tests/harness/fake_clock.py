@@ -72,11 +72,15 @@ class FakeClock:
         self.stopped: set[Hashable] = set()
         self.dead: set[Hashable] = set()
         self._is_over = threading.Event()
-        monkeypatch.setattr(clock, "now", lambda: self.seconds)
-        monkeypatch.setattr(clock, "sleep", lambda seconds: self._wait(lambda: False, seconds))
-        monkeypatch.setattr(clock, "wait", lambda event, seconds: self._wait(event.is_set, seconds))
-        monkeypatch.setattr(clock, "wait_for", self._wait_for)
-        monkeypatch.setattr(clock, "join", lambda thread, seconds: self._wait(lambda: has_ended(thread), seconds))
+        functions: dict[str, Callable[..., Any]] = {
+            "now": lambda: self.seconds,
+            "sleep": lambda seconds: self._wait(lambda: False, seconds),
+            "wait": lambda event, seconds: self._wait(event.is_set, seconds),
+            "wait_for": self._wait_for,
+            "join": lambda thread, seconds: self._wait(lambda: has_ended(thread), seconds),
+        }
+        for name, function in functions.items():
+            monkeypatch.setattr(clock, name, for_ranks(function, getattr(clock, name)))
 
     @property
     def rank(self) -> Any:
@@ -169,6 +173,18 @@ class FakeClock:
             return self._wait(is_so, seconds)
         finally:
             condition.acquire()
+
+
+def for_ranks(function: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of this clock for the test and its ranks; the real one for other threads of the process, such as the
+    heartbeat of a lock that an earlier test has left."""
+
+    def call(*arguments: Any) -> Any:
+        thread = threading.current_thread()
+        is_of_the_test = isinstance(thread, RankThread) or thread is threading.main_thread()
+        return (function if is_of_the_test else real)(*arguments)
+
+    return call
 
 
 def has_ended(thread: Any) -> bool:

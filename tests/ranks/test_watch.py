@@ -1,5 +1,6 @@
 """Ranks that are late, stopped, dead or failed: one verdict on all others. Ranks are threads on a fake clock."""
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -433,3 +434,23 @@ def test_a_rank_that_is_lost_in_an_exchange_of_which_an_error_is_announced(make_
 
     results = world.run(work)
     assert "rank(s) 2 did not answer a roll call" in one_text(results)
+
+
+def test_threads_of_others_have_their_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heartbeat of a lock that an earlier test has left asks the time while ranks wait."""
+    end = threading.Event()
+
+    def beat() -> None:
+        while not clock.wait(end, 1e-3):
+            pass
+
+    other = threading.Thread(target=beat)
+    other.start()
+    try:
+        for _ in range(20):
+            fake = FakeClock(monkeypatch)
+            fake.run({rank: lambda: [clock.sleep(1) for _ in range(20)] for rank in range(4)})
+            assert fake.seconds == 20
+    finally:
+        end.set()
+        other.join()
