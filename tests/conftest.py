@@ -102,7 +102,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    node.config.stash[LEFT] = node.workeroutput["left"]
+    node.config.stash[LEFT] = getattr(node, "workeroutput", {}).get("left", {})  # a worker that died sends none
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
