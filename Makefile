@@ -56,7 +56,7 @@ test-python: build $(STAMPS)/test $(STAMPS)/gtest
 	$(LOCK) $(CMAKE) --build $(BUILD) --target late_device
 	$(PYTEST)
 
-# What a part runs stands in tests/harness/tier.py. Each part takes at most 20 minutes of two cores; counts, commit and seed go to
+# What a part runs stands in tests/harness/tier.py. Each part is meant to take at most 20 minutes of two cores; counts, commit and seed go to
 # benchmarks/results/nightly_<part>.json. `.ci/run` fails where that of a part was committed too long ago.
 nightly: export TTE_SEED ?= $(shell od -An -N2 -tu2 /dev/urandom | tr -d ' ')
 nightly: $(STAMPS)/clients  ## What a commit leaves out: PART=lost, kills, servers, clients, pages, memory, draw, torch or rehearsal

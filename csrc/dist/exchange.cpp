@@ -97,15 +97,7 @@ class Exchange {
   }
 
   void run() {
-    try {
-      move_all();
-    } catch (...) {
-      keep_for_ever(buckets_);
-      throw;
-    }
-    for (at::Tensor& bucket : buckets_) {
-      if (bucket.defined()) KeptBuckets::instance().give_back(std::move(bucket));
-    }
+    KeptBuckets::instance().lend(buckets_, [this] { move_all(); });
   }
 
  private:

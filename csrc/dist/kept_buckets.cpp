@@ -31,6 +31,20 @@ at::Tensor KeptBuckets::take(int64_t num_bytes, const at::TensorOptions& options
   return at::empty({num_bytes}, options.dtype(at::kByte));
 }
 
+void KeptBuckets::lend(std::span<at::Tensor> buckets, const std::function<void()>& transfer) {
+  try {
+    transfer();
+  } catch (...) {
+    for (at::Tensor& bucket : buckets) {
+      if (bucket.defined() && !bucket.is_cpu()) new at::Tensor(std::move(bucket));
+    }
+    throw;
+  }
+  for (at::Tensor& bucket : buckets) {
+    if (bucket.defined()) give_back(std::move(bucket));
+  }
+}
+
 void KeptBuckets::give_back(at::Tensor bucket) {
   if (!bucket.is_cpu() || bucket.numel() > kMaxKeptBytes) return;
   at::Tensor(&free)[kNumBuckets] = free_[bucket.is_pinned()];

@@ -5,7 +5,9 @@
 #include <ATen/ATen.h>
 
 #include <cstdint>
+#include <functional>
 #include <mutex>
+#include <span>
 
 namespace torchtitan_ext::dist {
 
@@ -23,10 +25,13 @@ class KeptBuckets {
 
   // 1-d uint8 of at least so many bytes.
   at::Tensor take(int64_t num_bytes, const at::TensorOptions& options);
-  // Not to be called where a transfer failed: it may still write.
-  void give_back(at::Tensor bucket);
+  // Calls `transfer`, which may take buckets, and gets them back. Where it throws nobody gets them: what failed may still
+  // read and write them. The allocator of a device would give its memory to others at once, so these stay for ever.
+  void lend(std::span<at::Tensor> buckets, const std::function<void()>& transfer);
 
  private:
+  void give_back(at::Tensor bucket);
+
   std::mutex mutex_;
   at::Tensor free_[2][kNumBuckets];  // of pageable memory, and of pinned memory
 };

@@ -2,7 +2,6 @@
 
 #include <exception>
 #include <string>
-#include <utility>
 
 #include "ops/copy_runs.h"
 
@@ -84,12 +83,6 @@ void raise_transfer_failure(const char* where) {
     reason += error.what();
   }
   C10_THROW_ERROR(DistBackendError, reason);
-}
-
-void keep_for_ever(std::span<at::Tensor> buckets) {
-  for (at::Tensor& bucket : buckets) {
-    if (bucket.defined() && !bucket.is_cpu()) new at::Tensor(std::move(bucket));
-  }
 }
 
 void bump_versions(at::TensorList tensors) {

@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <functional>
-#include <span>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
@@ -39,10 +38,6 @@ void wait_for(const Works& works, std::chrono::milliseconds timeout);
 // What a transfer raises, as torch names it (gloo: a plain runtime_error): a bucket that gets no memory is no lost rank.
 // To be called in a handler. The text of other errors follows `where`.
 [[noreturn]] void raise_transfer_failure(const char* where = "");
-
-// After a failed transfer: a stream of the device may still read and write these buckets, which its allocator would give
-// to others at once. The group can serve nothing any more, and they stay.
-void keep_for_ever(std::span<at::Tensor> buckets);
 
 // After a failed transfer: some are part-written. After a call that returns, csrc/autograd does this.
 void bump_versions(at::TensorList tensors);

@@ -49,9 +49,6 @@ MAX_WORLD_SIZE = 8
 # rested for a while may take a minute to come back.
 COLLECTIVE_TIMEOUT_SECONDS = 150
 
-# What is noticed before that takes less.
-LONGEST_SECONDS = COLLECTIVE_TIMEOUT_SECONDS - 30
-
 # Where the ranks of a world find each other: in memory, where it can be, since a busy disk would keep them waiting.
 STORES = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 

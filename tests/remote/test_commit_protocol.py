@@ -14,6 +14,7 @@ import torch
 from calls import call
 from object_memory import Held, StoreInMemory, cut_before, lose_answer, refuse, repeat
 from obstore.exceptions import AlreadyExistsError, GenericError, PermissionDeniedError, PreconditionError
+from stored_names import left_at, names_at
 
 import torchtitan_ext as tte
 from torchtitan_ext.cli.output import FINE
@@ -28,7 +29,7 @@ from torchtitan_ext.errors import (
 from torchtitan_ext.storage.location import Location
 from torchtitan_ext.storage.objects import commit, lease, leftovers
 from torchtitan_ext.storage.objects.folder import ObjectFolder
-from torchtitan_ext.storage.objects.leftovers import LeftSave, left_saves, remove_left_save, store_time
+from torchtitan_ext.storage.objects.leftovers import LeftSave, remove_left_save
 
 METADATA, DATA, LEASE = r"/\.metadata$", r"\.distcp", r"\.lease$"
 
@@ -71,15 +72,6 @@ def number_at(url: str) -> int:
     tte.load(state, url, prove=True, no_dist=True)
     assert torch.equal(state["w"], state_of(state["number"])["w"])
     return state["number"]
-
-
-def left_at(url: str, grace_seconds: float = 3600.0) -> list[LeftSave]:
-    """What dead and replaced saves left, by the store's clock."""
-    return left_saves(Location(url), store_time(Location(url)), grace_seconds)
-
-
-def names_at(url: str) -> set[str]:
-    return set(ObjectFolder(Location(url)).stamps())
 
 
 # A conflict of creators that S3 answers by 409 says nothing about the object.

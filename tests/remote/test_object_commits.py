@@ -18,6 +18,7 @@ from lost_worlds import struck_after
 from object_server import ObjectServer
 from ranks_of_stores import hurried_in_store as in_store
 from request_faults import Fault
+from stored_names import left_at, names_at
 from tier import SOAK
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -31,8 +32,7 @@ from torchtitan_ext.errors import (
 )
 from torchtitan_ext.storage.location import Location
 from torchtitan_ext.storage.objects import commit, leftovers
-from torchtitan_ext.storage.objects.folder import ObjectFolder
-from torchtitan_ext.storage.objects.leftovers import LeftSave, left_saves, remove_left_save, store_time
+from torchtitan_ext.storage.objects.leftovers import remove_left_save
 
 NUM_RACES = 5 * SOAK
 NUM_CLEANINGS = 5 * SOAK
@@ -73,15 +73,6 @@ def number_at(url: str, environment: dict[str, str], monkeypatch: pytest.MonkeyP
         tte.load(state, url, prove=True, no_dist=True)
     assert torch.equal(state["w"], state_of(state["number"])["w"])
     return state["number"]
-
-
-def left_at(url: str, grace_seconds: float = 3600.0) -> list[LeftSave]:
-    """What dead and replaced saves left, by the store's clock."""
-    return left_saves(Location(url), store_time(Location(url)), grace_seconds)
-
-
-def names_at(url: str) -> set[str]:
-    return set(ObjectFolder(Location(url)).stamps())
 
 
 @pytest.fixture
